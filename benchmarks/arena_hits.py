@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medialane.arena.entries import EntryTable
-from medialane.core.feature import MediaSpan
-from medialane.core.remote_entry import EntryKind
+from medialane.types.feature import EntryKind, MediaSpan
 from traces import SessionTrace, Turn, session_turns
 
 _GIB = 1 << 30

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import harness
 from arena_hits import NUM_TURNS, arena_rows
 from bench_routing import find_rate
-from medialane.core.feature import MediaSpan
 from medialane.routing import EncodeCosts, RoutingConfig
 from medialane.testing.simulated import SimulatedConfig
+from medialane.types.feature import MediaSpan
 from simulated_cluster import HOP_S, SimulatedCluster
 from simulated_media import EncodeAt, KeepsEmbeddings
 from traces import IMAGE_TOKEN, SessionTrace, Turn, session_turns

@@ -38,10 +38,10 @@ import uvloop
 from harness import Bar, Options, Report, percentile
 from link_proxy import LinkProxy
 from load import data_url
-from medialane.check import free_port
-from medialane.core.process.title import has_title
+from medialane.runtime.linux import has_title
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
+from medialane.tools.check import free_port
 from servers import medialane_server
 from simulated_processes import Host, Process, gateways, host_store
 from stream_reader import Stream

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from harness import REPOSITORY, Bar, Options, Report, median
-from medialane.check import server_process
+from medialane.tools.check import server_process
 from start_probe import Client, seconds_until
 
 ABOUT = "git clone to the first image answer, with empty caches: clone, install, start, answer"

@@ -39,11 +39,11 @@ import uvloop
 from event_client import EventClient
 from harness import Bar, Options, Report, median
 from load import cpu_seconds
-from medialane.check import server_process
 from medialane.cluster import spawn_leader
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine, SimulatedParams
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, build_tiny_model, cache_folder
+from medialane.tools.check import server_process
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from observers import SAMPLED, start_observers
 
 ABOUT = "requests/s and tokens/s of 1 and 2 gateways and of vLLM's API server over simulated engines, CPU of each"

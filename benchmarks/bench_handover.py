@@ -38,7 +38,14 @@ from harness import Bar, Options, Report, median, percentile
 from local_store import store_link
 from medialane.arena import ArenaConfig
 from medialane.config import process_environ
-from medialane.core.feature import (
+from medialane.gateway import Gateway, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.observability import Metrics
+from medialane.routing import Router, RoutingConfig
+from medialane.store import HoldPasser, StoreEntries, StoreLink
+from medialane.testing.fake_processor import FakeAssembler
+from medialane.testing.sample_images import sample_pixels
+from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.types.feature import (
     Feature,
     Hold,
     MediaPayload,
@@ -48,16 +55,9 @@ from medialane.core.feature import (
     PreparedPrompt,
     StagedItem,
 )
-from medialane.core.media import Image, MediaRef
-from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.core.stage import StageName
-from medialane.gateway import Gateway, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
-from medialane.observability import Metrics
-from medialane.routing import Router, RoutingConfig
-from medialane.store import HoldPasser, StoreEntries, StoreLink
-from medialane.testing.fake_processor import FakeAssembler
-from medialane.testing.sample_images import sample_pixels
-from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.types.media import Image, MediaRef
+from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.types.stage import StageName
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
 from medialane.wire import Hello, RpcConfig

@@ -43,8 +43,6 @@ from vllm.multimodal.media.base import MediaIO, MediaWithBytes
 import media_samples as samples
 from harness import Bar, Options, Report, median
 from medialane.config import process_environ
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
 from medialane.gateway import References
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
@@ -53,6 +51,8 @@ from medialane.media.fetch import Fetcher
 from medialane.media.image import decode_image
 from medialane.media.video import open_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items import VllmFrameSampler
 from origin import File, origin

@@ -17,16 +17,16 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from harness import Bar, Options, Report
-from medialane.core.feature import Feature, StagedItem
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import Endpoint, OutputDelta, RoutingDecision, WorkerLoad
-from medialane.core.stage import STAGES
 from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
 from medialane.gateway.access_log import log_end
 from medialane.gateway.operators import Limits, OwnView, Whose, own_part, whole_state
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
+from medialane.types.feature import Feature, StagedItem
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import Endpoint, OutputDelta, RoutingDecision, WorkerLoad
+from medialane.types.stage import STAGES
 from medialane.wire import Hello, RpcConfig
 
 ABOUT = "CPU time of a gateway for records of requests, their lines in the log, and an open page with 1000 workers"

@@ -44,17 +44,17 @@ from local_store import host_store, store_link
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.config import process_environ
-from medialane.core.feature import MediaPrompt
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, Transports, WorkerPool, open_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store import StoreLink
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.types.feature import MediaPrompt
+from medialane.types.media import EncodedMedia, MediaRef
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items import VllmAssembler
 

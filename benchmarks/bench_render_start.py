@@ -19,8 +19,8 @@ from pathlib import Path
 import aiohttp
 
 from harness import Bar, Options, Report, median
-from medialane.check import server_process
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.tools.check import server_process
 from servers import MEDIALANE_RENDER, PLAIN_RENDER, Server, clean_environ, server_of, settle
 from start_probe import MB, Client, command, cpu_seconds, seconds_until
 

@@ -18,7 +18,11 @@ import msgspec
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from medialane.core.request import (
+from medialane.gateway import Gateway, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.observability import Metrics
+from medialane.routing import Router, RoutingConfig
+from medialane.testing.fake_processor import FakeAssembler
+from medialane.types.request import (
     CompletionDelta,
     EngineRequest,
     ExpandedPrompt,
@@ -26,10 +30,6 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.gateway import Gateway, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
-from medialane.observability import Metrics
-from medialane.routing import Router, RoutingConfig
-from medialane.testing.fake_processor import FakeAssembler
 from medialane.wire import (
     FrameReader,
     Hello,

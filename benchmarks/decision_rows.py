@@ -20,14 +20,14 @@ from prometheus_client import CollectorRegistry
 
 from harness import median, percentile
 from indexed_prompts import SYSTEM_BLOCKS, IndexedPrompts
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.media import MediaSize
-from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig
 from medialane.testing.fake_worker_link import FakeLink
+from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.media import MediaSize
+from medialane.types.request import EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire import LoadReport
 
 BLOCK = 16

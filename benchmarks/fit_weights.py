@@ -28,9 +28,9 @@ from msgspec.structs import replace
 
 import harness
 from bench_routing import HOT, NUM_WORKERS
-from medialane.core.setting import NonNegativeFloat
 from medialane.routing import EncodeCosts, RoutingConfig
 from medialane.testing.simulated import SimulatedConfig
+from medialane.types.setting import NonNegativeFloat
 from simulated_cluster import CONFIG, HOP_S, Outcome, SimulatedCluster
 from simulated_media import KeepsEmbeddings, KeepsNothing
 from traces import SessionTrace, Turn, session_turns

@@ -27,12 +27,12 @@ from medialane.cli import gateway, gateway_app, gateway_command, store
 from medialane.cli.reloading import Reloading
 from medialane.cli.tuning import tune_process
 from medialane.config import Config, enter_environ
-from medialane.core.process.parent_death import signal_on_parent_death
-from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.tensor import TensorDescriptor
 from medialane.observability import logging
+from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.tensor import TensorDescriptor
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
 from medialane.worker.gateway_link import RpcServer
 

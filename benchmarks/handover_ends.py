@@ -50,11 +50,12 @@ from vllm.v1.serial_utils import UtilityResult
 
 from local_store import host_store, store_link
 from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.feature import EmbeddingUse, Feature, MediaPayload
-from medialane.core.kv_events import KvEventBatch
-from medialane.core.media import MediaSize
-from medialane.core.request import (
+from medialane.store import StoreEntries
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.feature import EmbeddingUse, Feature, MediaPayload
+from medialane.types.kv_events import KvEventBatch
+from medialane.types.media import MediaSize
+from medialane.types.request import (
     CompletionDelta,
     EmbeddingCounts,
     EngineRequest,
@@ -63,8 +64,7 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.core.tensor import TensorDescriptor
-from medialane.store import StoreEntries
+from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import plugin
 from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, placeholder_of, to_vllm_range
 from medialane.wire import RpcConfig

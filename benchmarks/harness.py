@@ -15,9 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.machine import machine as machine
-from medialane.core.machine import percentile as percentile
-from medialane.core.machine import versions
+from medialane.runtime.host import machine as machine
+from medialane.runtime.host import percentile as percentile
+from medialane.runtime.host import versions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

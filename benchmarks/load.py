@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from medialane.core.process.cpu_time import cpu_seconds as cpu_seconds
-from medialane.core.process.descendants import descendants
+from medialane.runtime.resources import cpu_seconds as cpu_seconds
+from medialane.runtime.resources import descendants
 
 
 @dataclass

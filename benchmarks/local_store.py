@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.core.stats import PoolStats, StoreStats
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.peers import Pulls
 from medialane.prepare import PreparerPool
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig, StoreLink, StoreServer, StoreStatus
+from medialane.transfer import Pulls
+from medialane.types.stats import PoolStats, StoreStats
 from medialane.wire import RpcConfig
 
 WAIT_S = 30.0

@@ -13,10 +13,10 @@ from pathlib import Path
 import aiohttp
 
 from harness import REPOSITORY
-from medialane.check import server_process
-from medialane.core.errors import StartupFailed
-from medialane.core.hashing import content_hash
 from medialane.testing.tiny_model import build_once, cache_folder
+from medialane.tools.check import server_process
+from medialane.types.errors import StartupFailed
+from medialane.types.hashing import content_hash
 from servers import Server, clean_environ, server_of
 
 REQUIREMENTS = REPOSITORY / "requirements" / "peers.txt"

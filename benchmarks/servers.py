@@ -21,8 +21,8 @@ from pathlib import Path
 
 import observers
 from load import process_tree
-from medialane.check import ServerProcess, plain_vllm, server_process
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
+from medialane.tools.check import ServerProcess, plain_vllm, server_process
 
 #: More than the second for which vLLM's idle engine busy-waits.
 SETTLE_S = 1.5

@@ -18,14 +18,13 @@ from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.renderers import renderer_from_config
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.continuation import Continuable
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
-from medialane.core.media import MediaRef
-from medialane.core.request import EngineRequest, OutputDelta
 from medialane.prepare import ProcessedItem
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.types.media import MediaRef
+from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.vllm_bridge.arguments import create_frontend_config
 from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (

@@ -20,11 +20,6 @@ from typing import Any, Literal, cast
 
 from prometheus_client import CollectorRegistry
 
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.errors import TtftLimitExceeded
-from medialane.core.feature import PlaceholderRange
-from medialane.core.kv_events import KvChange, KvEventBatch
-from medialane.core.request import ModelCard, OutputDelta, WorkerLoad
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.gateway.admission import CostForecast, TtftExpectation, TtftLimit
 from medialane.observability import Metrics
@@ -34,6 +29,11 @@ from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.testing.simulated.scheduler import Step
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.errors import TtftLimitExceeded
+from medialane.types.feature import PlaceholderRange
+from medialane.types.kv_events import KvChange, KvEventBatch
+from medialane.types.request import ModelCard, OutputDelta, WorkerLoad
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports

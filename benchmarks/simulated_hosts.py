@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from medialane.core.feature import MediaSpan
+from medialane.types.feature import MediaSpan
 from simulated_media import KeepsNothing, Media, MediaPath
 
 #: One transfer of some items, and each MiB of it (1 GiB/s: a network of 10 Gbit/s).

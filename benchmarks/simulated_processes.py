@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from medialane.check import log_tail, server_process
 from medialane.cluster import SocketExists, spawn_leader
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from medialane.tools.check import log_tail, server_process
 
 #: Of a gateway that imports vLLM on shared cores.
 START_S = 300.0

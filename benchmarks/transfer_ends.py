@@ -20,12 +20,11 @@ import msgspec
 import uvloop
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
-from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import Pulls, capabilities
-from medialane.peers.nixl import NixlMover
+from medialane.transfer import Pulls, capabilities
+from medialane.transfer.nixl import NixlMover
+from medialane.types.feature import Feature, RemoteEntry
+from medialane.types.media import MediaSize
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 
 ARENA_BYTES = 512 << 20

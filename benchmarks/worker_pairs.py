@@ -12,8 +12,8 @@ from pathlib import Path
 
 import aiohttp
 
-from medialane.check import free_port
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
+from medialane.tools.check import free_port
 
 START_S = 300.0
 

@@ -9,8 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.prepare import Described, ProcessedItem, Processor
+from medialane.types.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
 
 
 def _hog() -> None:

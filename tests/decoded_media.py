@@ -2,8 +2,8 @@
 
 import json
 
-from medialane.core.media import Decoded, FrameSampler, MediaSize, Modality
 from medialane.media import PIXMAP_TYPE, MediaConfig, decode, measure, probe, sniff
+from medialane.types.media import Decoded, FrameSampler, MediaSize, Modality
 
 
 def _decode(data, modality: Modality, config: MediaConfig, media_type="", io=None, sampler: FrameSampler | None = None):

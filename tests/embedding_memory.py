@@ -7,9 +7,9 @@ import msgspec
 
 from fake_engine import FAKE_CARD
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, FillWriter
-from medialane.core.errors import HandoverFailed
-from medialane.core.request import EncoderCard, ModelCard
-from medialane.core.tensor import TensorDescriptor
+from medialane.types.errors import HandoverFailed
+from medialane.types.request import EncoderCard, ModelCard
+from medialane.types.tensor import TensorDescriptor
 
 ENCODER = EncoderCard(digest="e" * 64, dtype="float32", widths={"image": 16})
 ENCODER_CARD: ModelCard = msgspec.structs.replace(FAKE_CARD, encoder=ENCODER)

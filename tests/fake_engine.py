@@ -10,7 +10,10 @@ from typing import Protocol
 
 import msgspec
 
-from medialane.core.admin import (
+from medialane.testing.simulated import SimulatedParams
+from medialane.testing.simulated.block_pool import BlockPool
+from medialane.testing.simulated.sequence import sequence_of
+from medialane.types.admin import (
     AdminCall,
     AdminResult,
     IsPaused,
@@ -21,7 +24,7 @@ from medialane.core.admin import (
     Sleep,
     WakeUp,
 )
-from medialane.core.errors import (
+from medialane.types.errors import (
     GenerationFailed,
     InvalidFeature,
     MedialaneError,
@@ -30,10 +33,10 @@ from medialane.core.errors import (
     from_report,
     to_report,
 )
-from medialane.core.feature import EmbeddingUse
-from medialane.core.hashing import content_hash
-from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import (
+from medialane.types.feature import EmbeddingUse
+from medialane.types.hashing import content_hash
+from medialane.types.kv_events import KvEventBatch
+from medialane.types.request import (
     CompletionDelta,
     EmbeddingCounts,
     EngineRequest,
@@ -45,10 +48,7 @@ from medialane.core.request import (
     WorkerLoad,
     merge_deltas,
 )
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.testing.simulated import SimulatedParams
-from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.sequence import sequence_of
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 
 FAKE_CARD = ModelCard(model="fake", max_model_len=8192, block_size=16, processor={"model": "fake"})
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 from process_tree import all_pids, arenas_of, command_of, descendants, removed_arenas_of, shared_memory_of
 
-from medialane.core.stats import StoreStats
 from medialane.store import StoreLink
+from medialane.types.stats import StoreStats
 from medialane.wire import RpcConfig
 from waiting import eventually
 

@@ -18,9 +18,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.core.process.exits import ProcessExits
-from medialane.core.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
-from medialane.core.stats import (
+from medialane.gateway.name_router.metrics_page import up_page
+from medialane.observability import Metrics, StageTimeline
+from medialane.runtime.phase import ProcessExits
+from medialane.types.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
+from medialane.types.stats import (
     ArenaStats,
     LearnedCost,
     PoolStats,
@@ -30,8 +32,6 @@ from medialane.core.stats import (
     StoreStats,
     WaitStats,
 )
-from medialane.gateway.name_router.metrics_page import up_page
-from medialane.observability import Metrics, StageTimeline
 from medialane.worker.metrics_server import WorkerStatus
 
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.core.remote_entry import RemoteEntry
-from medialane.peers import Destination, OpenedEntry
-from medialane.peers.nixl import NixlMover
+from medialane.transfer import Destination, OpenedEntry
+from medialane.transfer.nixl import NixlMover
+from medialane.types.feature import RemoteEntry
 from waiting import wait_until
 
 FAKE = "medialane.testing.fake_nixl:FakeAgent"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena
 from medialane.cluster.process_spec import INTERPRETER
-from medialane.core.tensor import ArenaRange
+from medialane.types.tensor import ArenaRange
 
 POISON = b"\xdb"
 

@@ -12,36 +12,38 @@ from medialane.vllm_bridge.seams.table import GROUPS
 SRC = Path(__file__).parents[1] / "src" / "medialane"
 
 ROOMS = {
-    "core", "media", "prepare", "arena", "wire", "peers", "store", "routing", "vllm_bridge", "gateway", "worker",
-    "cluster", "observability", "testing", "check", "compare", "cli", "client", "config",
+    "types", "runtime", "media", "prepare", "arena", "wire", "transfer", "store", "routing", "vllm_bridge", "gateway",
+    "worker", "cluster", "observability", "testing", "tools", "cli", "client", "config",
 }  # fmt: skip
 
+BASE = {"types", "runtime", "observability"}
+
 MAY_IMPORT = {
-    "core": set(),
-    "observability": {"core"},
-    "media": {"core", "observability"},
-    "arena": {"core", "observability"},
-    "routing": {"core", "observability"},
-    "wire": {"core", "observability"},
-    "peers": {"core", "observability", "arena", "wire"},
-    "prepare": {"core", "observability", "media", "arena", "wire"},
+    "types": set(),
+    "runtime": {"types"},
+    "observability": {"types", "runtime"},
+    "media": BASE,
+    "arena": BASE,
+    "routing": BASE,
+    "wire": BASE,
+    "transfer": BASE | {"arena", "wire"},
+    "prepare": BASE | {"media", "arena", "wire"},
     # vllm_bridge implements protocols of other packages; it may import those and nothing else. The exception
     # is the arena: EngineCore runs our plugin, and maps the arena itself.
-    "vllm_bridge": {"core", "observability", "arena"},
-    "store": {"media", "arena", "prepare", "peers", "wire", "core", "observability"},
-    "gateway": {"core", "observability", "media", "arena", "prepare", "peers", "store", "wire", "routing"},
-    "worker": {"arena", "wire", "core", "observability"},
-    "testing": {"core", "observability", "prepare", "peers", "wire", "worker", "gateway"},
-    "cluster": {"core", "observability", "config", "gateway", "vllm_bridge", "wire", "worker"},
-    # tensor_program, in a process of its own, makes features as a preparer does.
-    "check": {"core", "observability", "cluster", "testing", "media", "vllm_bridge"},
-    # Reads what a gateway records, and starts the servers of the check.
-    "compare": {"core", "observability", "check", "gateway", "testing"},
+    "vllm_bridge": BASE | {"arena"},
+    "store": BASE | {"media", "arena", "prepare", "transfer", "wire"},
+    "gateway": BASE | {"media", "arena", "prepare", "transfer", "store", "wire", "routing"},
+    "worker": BASE | {"arena", "wire"},
+    "testing": BASE | {"prepare", "transfer", "wire", "worker", "gateway"},
+    "cluster": BASE | {"config", "gateway", "vllm_bridge", "wire", "worker"},
+    # Programs beside the server. check's tensor_program, in a process of its own, makes features as a preparer does;
+    # compare reads what a gateway records.
+    "tools": BASE | {"cluster", "gateway", "testing", "media", "vllm_bridge"},
     # A library for programs of others, not a part of medialane's processes.
-    "client": {"core", "observability", "arena", "store", "wire"},
+    "client": BASE | {"arena", "store", "wire"},
     "cli": ROOMS - {"cli", "client"},
     # The settings of each room, and of the simulated engine.
-    "config": ROOMS - {"config", "cli", "client", "cluster", "check", "compare", "peers", "vllm_bridge"},
+    "config": ROOMS - {"config", "cli", "client", "cluster", "tools", "transfer", "vllm_bridge"},
 }
 
 #: What of `testing` commands use: the simulated engine (--engine simulated), the tiny model and the media of `demo` and
@@ -69,12 +71,12 @@ OWNERS = {
     "torch": ("vllm_bridge/", "testing/tiny_model.py", "client/tensors.py"),
     "transformers": ("vllm_bridge/", "testing/tiny_model.py"),
     "tokenizers": ("vllm_bridge/", "testing/tiny_model.py"),
-    "nixl": ("peers/nixl/nixl_agent.py",),
+    "nixl": ("transfer/nixl/nixl_agent.py",),
     "ray": ("cluster/ray/ray_cluster.py",),
     # Machine code for the scan of bodies; half a second to import: only gateways load it.
     "numba": ("gateway/intake/native_json.py", "vllm_bridge/items/processor_factory.py"),
     # File locks, which show whether an owner is alive, and whether a range is being written; numbers of descriptors.
-    "fcntl": ("core/process/owner_lock.py", "core/process/heartbeat.py", "arena/fill.py", "arena/slots.py"),
+    "fcntl": ("runtime/owner_lock.py", "runtime/heartbeat.py", "arena/fill.py", "arena/slots.py"),
     "cryptography": ("wire/certificate_authority.py",),
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_video.py"),
 }

@@ -13,8 +13,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from medialane.core.feature import MediaSpan
 from medialane.testing.simulated.answer import answer_of
+from medialane.types.feature import MediaSpan
 
 #: Placeholder of an image in a prompt; ids of words are above.
 IMAGE_TOKEN = 50

@@ -5,11 +5,11 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
-from medialane.core.errors import GenerationFailed
-from medialane.core.feature import EmbeddingUse
-from medialane.core.hashing import content_hash
-from medialane.core.request import EngineRequest, OutputDelta
 from medialane.testing.simulated import SimulatedEngine
+from medialane.types.errors import GenerationFailed
+from medialane.types.feature import EmbeddingUse
+from medialane.types.hashing import content_hash
+from medialane.types.request import EngineRequest, OutputDelta
 
 #: Outputs between two readings, but for the last one: reading takes longer than a step.
 READ_EVERY = 8

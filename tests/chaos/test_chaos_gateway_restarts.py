@@ -12,7 +12,7 @@ from openai_http import OpenAiHttp
 from process_tree import is_alive, zombies
 from served_processes import ServedProcesses
 
-from medialane.core.process.memory import pss_bytes
+from medialane.runtime.resources import pss_bytes
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
 from waiting import eventually
 

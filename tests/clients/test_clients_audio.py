@@ -11,8 +11,8 @@ from client_programs import by_node, by_python
 from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S, MedialaneProcess
 from tiny_families import FAMILIES
 
-from medialane.check import plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
+from medialane.tools.check import plain_vllm
 
 pytestmark = [
     pytest.mark.vllm,

@@ -7,10 +7,10 @@ import torch
 from prompt_maker import bytes_of, request
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.admin import ResetEncoderCache, ResetPrefixCache
-from medialane.core.feature import EmbeddingUse
-from medialane.core.request import EmbeddingCounts
-from medialane.core.tensor import TensorSpec
+from medialane.types.admin import ResetEncoderCache, ResetPrefixCache
+from medialane.types.feature import EmbeddingUse
+from medialane.types.request import EmbeddingCounts
+from medialane.types.tensor import TensorSpec
 
 MAX_TOKENS = 8
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from medialane.core.process.title import reserve_title
+from medialane.runtime.linux import reserve_title
 from medialane.vllm_bridge.engine.cpu_executor import CpuExecutor
 from medialane.vllm_bridge.engine.engine import build_engine
 from medialane.vllm_bridge.warm import warm_imports

@@ -6,13 +6,13 @@ from contextlib import nullcontext
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidRequest, NoWorkerReady, PromptRejected, UnknownMediaUuid
-from medialane.core.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import CompletionDelta, OutputDelta, PooledPart
-from medialane.core.tensor import TensorSpec
-from medialane.core.wave import wave_bytes
 from medialane.gateway import current_scope
+from medialane.gateway.wave import wave_bytes
+from medialane.types.errors import InvalidRequest, NoWorkerReady, PromptRejected, UnknownMediaUuid
+from medialane.types.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import CompletionDelta, OutputDelta, PooledPart
+from medialane.types.tensor import TensorSpec
 
 #: Tokens that one image takes in a prompt that the fake expanded.
 NUM_EMBEDS = 5

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from prompt_maker import bytes_of, encoded
 
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import MediaPayload, MediaSpan
-from medialane.core.media import Image
-from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.feature import MediaPayload, MediaSpan
+from medialane.types.media import Image
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
 from waiting import comes_true
 

@@ -9,10 +9,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.render.app_state import init_render_app_state
 
-from medialane.core.feature import Feature, PlacedFeature, PreparedPrompt
-from medialane.core.hashing import content_hash, feature_key, merged_options
-from medialane.core.media import MediaRef
 from medialane.media import MediaConfig, decode, sniff
+from medialane.types.feature import Feature, PlacedFeature, PreparedPrompt
+from medialane.types.hashing import content_hash, feature_key, merged_options
+from medialane.types.media import MediaRef
 from medialane.vllm_bridge.items import VllmFrameSampler
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
 from vllm_configs import vllm_args as parsed

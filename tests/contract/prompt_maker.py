@@ -7,10 +7,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.arena import describe, layout
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import Image
-from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.media import Image
+from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor
 
 PART = "<|vision_start|><|image_pad|><|vision_end|>"

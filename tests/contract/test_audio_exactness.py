@@ -10,8 +10,8 @@ import pytest
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
 from decoded_media import decode_audio
-from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig
+from medialane.types.errors import MedialaneError
 
 #: The first test imports vLLM, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(120)

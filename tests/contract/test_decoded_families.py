@@ -7,9 +7,9 @@ from test_family_preparation import FIRST, SECOND
 from tiny_families import CHECKED
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from medialane.core.feature import MediaPayload
-from medialane.core.media import AudioSamples
-from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.types.feature import MediaPayload
+from medialane.types.media import AudioSamples
+from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items import ProcessorProfile, decoder_input, engine_media
 

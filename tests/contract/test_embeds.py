@@ -10,12 +10,11 @@ import torch
 from prompt_maker import PromptMaker, request
 from vllm.renderers.chat_utils import parse_chat_messages_async
 
-from medialane.core.embeds import EMBEDS_TYPE, UNNAMED, decode_embeds
-from medialane.core.errors import InvalidEmbeds, InvalidFeature
-from medialane.core.feature import MediaPayload
-from medialane.core.request import SourcePrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.media import read_embeds
+from medialane.types.errors import InvalidEmbeds, InvalidFeature
+from medialane.types.feature import MediaPayload
+from medialane.types.request import SourcePrompt
+from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, InlineTensor, TensorSpec, decode_embeds
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items import AcceptedEmbeds, EmbedsReader, ProcessorProfile
 from vllm_configs import renderer_of

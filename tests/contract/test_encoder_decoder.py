@@ -11,12 +11,12 @@ from tiny_families import FAMILIES
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from medialane.core.errors import StartupFailed
-from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
-from medialane.core.media import AudioSamples
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.wave import wave_bytes
+from medialane.gateway.wave import wave_bytes
 from medialane.testing.tiny_model import cache_folder
+from medialane.types.errors import StartupFailed
+from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
+from medialane.types.media import AudioSamples
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor

@@ -20,13 +20,12 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.admin import ResetEncoderCache, ResetPrefixCache
-from medialane.core.embeds import UNNAMED
-from medialane.core.errors import InvalidFeature
-from medialane.core.feature import EmbeddingUse, MediaPayload
-from medialane.core.request import EmbeddingCounts, ExpandedPrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.testing.tiny_model import cache_folder
+from medialane.types.admin import ResetEncoderCache, ResetPrefixCache
+from medialane.types.errors import InvalidFeature
+from medialane.types.feature import EmbeddingUse, MediaPayload
+from medialane.types.request import EmbeddingCounts, ExpandedPrompt
+from medialane.types.tensor import UNNAMED, InlineTensor, TensorSpec
 from medialane.vllm_bridge.items import decode_item, decode_item_without_tensors, decode_small_fields, to_vllm_range
 
 pytestmark = [

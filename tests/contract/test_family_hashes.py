@@ -9,11 +9,11 @@ from vllm.multimodal.parse import MultiModalDataItems, VisionChunkProcessorItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from audio_maker import by_libsndfile, tones
-from medialane.core.feature import MediaPrompt
-from medialane.core.media import MediaRef
-from medialane.core.media_hash import DecodedItem, EncodedItem
 from medialane.media import MediaConfig, decode, sniff
 from medialane.testing.sample_images import sample_jpeg
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import DecodedItem, EncodedItem
+from medialane.types.media import MediaRef
 from medialane.vllm_bridge.items import VllmFrameSampler, VllmMediaHasher
 from medialane.vllm_bridge.seams.multimodal import processor_of, video_backend
 from medialane.vllm_bridge.seams.vision_chunk import takes_chunks

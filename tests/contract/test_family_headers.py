@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_families import PREPARED, family_params
 
-from medialane.core.hashing import canonical_options
-from medialane.core.media import AudioSamples, FrameBatch, Image
+from medialane.types.hashing import canonical_options
+from medialane.types.media import AudioSamples, FrameBatch, Image
 from medialane.vllm_bridge.items import ProcessorProfile, expand_marks
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
 

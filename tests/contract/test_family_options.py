@@ -30,12 +30,12 @@ from vllm.multimodal.inputs import PlaceholderRange as EnginePlaceholder
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 
 from medialane.config import vllm_defaults
-from medialane.core.errors import InvalidFeature, InvalidRequest, InvalidVideo, MedialaneError
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.hashing import canonical_options
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.prepare.processor import decoded_item
 from medialane.testing.tiny_model import cache_folder
+from medialane.types.errors import InvalidFeature, InvalidRequest, InvalidVideo, MedialaneError
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.hashing import canonical_options
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items import MALFORMED_FEATURE, decode_item
 from vllm_configs import vllm_args

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny_families import DEPENDENT, PREPARED, family_params
 
-from medialane.core.errors import PromptRejected
-from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
-from medialane.core.hashing import canonical_options
-from medialane.core.media import AudioSamples, FrameBatch, Image
-from medialane.core.request import ExpandedPrompt
+from medialane.types.errors import PromptRejected
+from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
+from medialane.types.hashing import canonical_options
+from medialane.types.media import AudioSamples, FrameBatch, Image
+from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.items import (
     ProcessorProfile,
     VllmAssembler,

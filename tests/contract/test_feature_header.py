@@ -13,8 +13,8 @@ from vllm.multimodal.inputs import (
     nested_tensors_equal,
 )
 
-from medialane.core.errors import FeatureUnsupported, InvalidFeature
-from medialane.core.tensor import Dtype
+from medialane.types.errors import FeatureUnsupported, InvalidFeature
+from medialane.types.tensor import Dtype
 from medialane.vllm_bridge.items import decode_item, decode_item_without_tensors, encode_item
 from medialane.vllm_bridge.items.features import INLINE_BYTES, check_tensors
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.cli.gateway import fit_stage
-from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
+from medialane.types.errors import StartupFailed
 
 REASON = "a prompt with 2 image item(s) is expanded otherwise if the items are processed separately"
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, features
 
 from decoded_media import decode_image, decode_pixmap
-from medialane.core.errors import InvalidImage
 from medialane.media import MediaConfig, pixmap_header
+from medialane.types.errors import InvalidImage
 
 SIZES = [(1, 1), (7, 5), (17, 33), (64, 48), (101, 67)]
 ORIENTATIONS = [None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]

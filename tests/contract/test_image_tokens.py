@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tiny_families import FAMILIES, family_params
 
-from medialane.core.feature import MediaPayload
-from medialane.core.hashing import canonical_options
-from medialane.core.media import Image
+from medialane.types.feature import MediaPayload
+from medialane.types.hashing import canonical_options
+from medialane.types.media import Image
 from medialane.vllm_bridge.items import ProcessorProfile, VllmProcessor
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
 
@@ -111,7 +111,7 @@ def test_prediction_that_is_not_confirmed_is_not_used(predicted, count):
     "options", [{"return_tensors": "np"}, {"return_tensors": "nonsense"}, {"patch_size": "x"}, {"merge_size": 0}]
 )
 def test_options_that_break_a_processor_are_client_errors(predicted, options):
-    from medialane.core.errors import InvalidRequest
+    from medialane.types.errors import InvalidRequest
 
     with pytest.raises(InvalidRequest):
         VllmProcessor(predicted("qwen2_5_vl")[0].processor).process(

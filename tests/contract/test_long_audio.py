@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from tiny_families import FAMILIES
 
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import AudioSamples
-from medialane.core.request import ExpandedPrompt
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.media import AudioSamples
+from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.items import (
     ProcessorProfile,
     VllmAssembler,

@@ -14,10 +14,10 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from audio_maker import by_libsndfile, tones
 from decoded_media import decode_video
-from medialane.core.feature import MediaPrompt
-from medialane.core.media import Alias, FrameBatch, MediaRef, MediaSize
-from medialane.core.media_hash import DecodedItem, EncodedItem
 from medialane.media import MediaConfig, decode, sniff_image
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import DecodedItem, EncodedItem
+from medialane.types.media import Alias, FrameBatch, MediaRef, MediaSize
 from medialane.vllm_bridge.items import HashFactors, VllmFrameSampler, VllmMediaHasher
 from medialane.vllm_bridge.seams.multimodal import processor_of
 from video_clips import clip, jpegs

@@ -10,7 +10,7 @@ from vllm.multimodal import video
 from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.media.connector import merge_media_io_kwargs
 
-from medialane.core.errors import InvalidRequest, StartupFailed
+from medialane.types.errors import InvalidRequest, StartupFailed
 from medialane.vllm_bridge.items import check_model_io, final_io
 from medialane.vllm_bridge.items.media_options import DEFAULT_NUM_FRAMES
 

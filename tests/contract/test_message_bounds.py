@@ -10,16 +10,15 @@ import pytest
 
 import medialane
 from medialane.cluster import warm
-from medialane.core import feature_header
-from medialane.core.embeds import Embeds
-from medialane.core.errors import InvalidFeature, ProtocolViolation
-from medialane.core.tensor import MAX_RANK
-from medialane.peers import peer_messages as peers
-from medialane.peers.nixl import RdmaMetadata
-from medialane.peers.nixl import messages as nixl
-from medialane.peers.nixl.mover import Offer
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
+from medialane.transfer import peer_messages as peers
+from medialane.transfer.nixl import RdmaMetadata
+from medialane.transfer.nixl import messages as nixl
+from medialane.transfer.nixl.mover import Offer
+from medialane.types import feature_header
+from medialane.types.errors import InvalidFeature, ProtocolViolation
+from medialane.types.tensor import MAX_RANK, Embeds
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.items import features, sent_tensors

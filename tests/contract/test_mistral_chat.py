@@ -15,13 +15,13 @@ from tiny_families import FAMILIES
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from audio_maker import tone
-from medialane.core.errors import PromptRejected
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import AudioSamples, Image, MediaSize
-from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.prepare import FactoryConfig
 from medialane.prepare.forkserver_environment import exec_environ
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
+from medialane.types.errors import PromptRejected
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.media import AudioSamples, Image, MediaSize
+from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.frontend import inline_rendering
 from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor, expand_marks, tokenize_without_media

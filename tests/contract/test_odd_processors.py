@@ -17,10 +17,10 @@ from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.processing import PromptReplacement
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, InvalidRequest
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import MediaSize
-from medialane.core.request import ExpandedPrompt
+from medialane.types.errors import FeatureUnsupported, InvalidRequest
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.media import MediaSize
+from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
 from medialane.vllm_bridge.items import (
     NO_OPTIONS,

@@ -6,7 +6,7 @@ import pytest
 from tiny_families import FAMILIES, family_params
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from medialane.core.errors import InvalidRequest
+from medialane.types.errors import InvalidRequest
 from medialane.vllm_bridge.items import ProcessorProfile, item_options
 from medialane.vllm_bridge.items.pixel_limits import is_pixel_limit
 from vllm_configs import model_config

@@ -15,8 +15,8 @@ from vllm.inputs import tokens_input
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from medialane.core.errors import InvalidImage, StartupFailed, WorkerLost
 from medialane.gateway import open_scope
+from medialane.types.errors import InvalidImage, StartupFailed, WorkerLost
 from medialane.vllm_bridge.frontend import CONNECTOR, RoutedEngineClient, pooling_endpoints
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.frontend import prebuilt
 
 PROGRAM = Path(__file__).with_name("prebuilt_program.py")

@@ -10,10 +10,10 @@ import torch
 from PIL import Image as PILImage
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-from medialane.core.errors import InvalidImage, PromptRejected, PromptTooLong
-from medialane.core.feature import Feature
-from medialane.core.media import Image, MediaSize
 from medialane.prepare import FactoryConfig
+from medialane.types.errors import InvalidImage, PromptRejected, PromptTooLong
+from medialane.types.feature import Feature
+from medialane.types.media import Image, MediaSize
 from medialane.vllm_bridge.frontend import Frontend
 from medialane.vllm_bridge.items import ProcessorProfile, VllmProcessor, decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import stand_in

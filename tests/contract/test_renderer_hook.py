@@ -19,9 +19,10 @@ from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
-from medialane.core import admin
-from medialane.core.embeds import decode_embeds
-from medialane.core.errors import (
+from medialane.gateway import ExtractedMedia, open_scope
+from medialane.gateway.report import report_schema
+from medialane.types import admin
+from medialane.types.errors import (
     ArenaFull,
     EmptyMedia,
     InvalidImage,
@@ -33,11 +34,10 @@ from medialane.core.errors import (
     TooManyMediaItems,
     WorkerLost,
 )
-from medialane.core.feature import MediaSpan, PlaceholderRange
-from medialane.core.hashing import owner_salt
-from medialane.core.media import MediaRef
-from medialane.gateway import ExtractedMedia, open_scope
-from medialane.gateway.report import report_schema
+from medialane.types.feature import MediaSpan, PlaceholderRange
+from medialane.types.hashing import owner_salt
+from medialane.types.media import MediaRef
+from medialane.types.tensor import decode_embeds
 from medialane.vllm_bridge.frontend import CONNECTOR, RoutedEngineClient
 from medialane.vllm_bridge.frontend.renderer_hook import ReferenceConnector
 from waiting import eventually

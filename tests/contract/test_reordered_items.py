@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from vllm.model_executor.models.jina_vl import JinaVLMultiModalProcessor
 
-from medialane.core.feature import MediaPayload
-from medialane.core.media import Image
-from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.types.feature import MediaPayload
+from medialane.types.media import Image
+from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 
 IMAGES = [Image(np.full((side, 56, 3), side, np.uint8)) for side in (56, 112)]

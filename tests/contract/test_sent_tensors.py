@@ -11,8 +11,8 @@ from safetensors.torch import load
 from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
 
-from medialane.core.errors import InvalidFeature
-from medialane.core.feature import Feature, PlaceholderRange
+from medialane.types.errors import InvalidFeature
+from medialane.types.feature import Feature, PlaceholderRange
 from medialane.vllm_bridge.frontend.feature_files import safetensors_of
 from medialane.vllm_bridge.items import ProcessorProfile, TensorsReader, decode_item, normalization_of
 from medialane.vllm_bridge.items.sent_tensors import MAX_FIELDS

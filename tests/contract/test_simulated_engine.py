@@ -12,9 +12,9 @@ import pytest_asyncio
 from kv_watch import BLOCK, Watched, expanded, start_engine
 from prompt_maker import PromptMaker, bytes_of, encoded, pixels
 
-from medialane.core.kv_events import BlockRemoved, BlockStored
-from medialane.core.request import EngineRequest
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
+from medialane.types.kv_events import BlockRemoved, BlockStored
+from medialane.types.request import EngineRequest
 from waiting import comes_true
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

@@ -11,9 +11,9 @@ from tiny_families import FAMILIES
 from vllm import envs
 from vllm.multimodal.audio import split_audio
 
-from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
-from medialane.core.wave import wave_bytes
+from medialane.gateway.wave import wave_bytes
 from medialane.testing.tiny_model import cache_folder
+from medialane.types.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 

@@ -5,10 +5,10 @@ import os
 import pytest
 from tiny_families import FAMILIES
 
-from medialane.check.tensor_program import run
-from medialane.check.tensor_report import TensorTask, decode
 from medialane.cli import main
 from medialane.testing.tiny_model import cache_folder
+from medialane.tools.check.tensor_program import run
+from medialane.tools.check.tensor_report import TensorTask, decode
 
 pytestmark = [
     pytest.mark.timeout(240),

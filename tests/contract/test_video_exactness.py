@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from decoded_media import decode_video
-from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
-from medialane.core.media import FrameBatch
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidRequest, InvalidVideo, TooManyFrames
+from medialane.types.media import FrameBatch
 from medialane.vllm_bridge.items import frame_sampler
 from medialane.vllm_bridge.seams import multimodal
 from video_clips import broken, clip, jpegs, remux

@@ -17,9 +17,9 @@ from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.chat_utils import _resolve_vision_chunk_items
 
-from medialane.core.errors import InvalidRequest
-from medialane.core.feature import Feature
-from medialane.core.media import Image, MediaRef
+from medialane.types.errors import InvalidRequest
+from medialane.types.feature import Feature
+from medialane.types.media import Image, MediaRef
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
 from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
 from medialane.vllm_bridge.seams.multimodal import new_processor

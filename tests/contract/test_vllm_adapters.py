@@ -12,9 +12,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from adapter_files import FLAGS, write_adapter
 from conftest import VLLM_ARGS
-from medialane.core.admin import AddLora, UnloadLora
-from medialane.core.errors import AdapterChanged, GenerationFailed
-from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.types.admin import AddLora, UnloadLora
+from medialane.types.errors import AdapterChanged, GenerationFailed
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.engine.adapters import versioned
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.vllm]

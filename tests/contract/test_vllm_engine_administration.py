@@ -9,7 +9,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from medialane.core.admin import (
+from medialane.observability import MetricMirror, MetricReader
+from medialane.observability.worker_metrics import PREFIX
+from medialane.types.admin import (
     AddLora,
     IsPaused,
     IsSleeping,
@@ -20,10 +22,8 @@ from medialane.core.admin import (
     ResumeGeneration,
     StartProfile,
 )
-from medialane.core.errors import GenerationFailed, MedialaneError, PromptRejected
-from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.observability import MetricMirror, MetricReader
-from medialane.observability.worker_metrics import PREFIX
+from medialane.types.errors import GenerationFailed, MedialaneError, PromptRejected
+from medialane.types.request import EngineRequest, ExpandedPrompt
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.vllm]
 

@@ -13,10 +13,10 @@ from PIL import Image as PILImage
 from prompt_maker import PromptMaker, bytes_of, encoded, encoded_item, pixels, with_feature
 
 from fake_engine import FakeEngine, FakeParams
-from medialane.core.admin import PauseGeneration, ResumeGeneration
-from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected
-from medialane.core.feature import PlaceholderRange
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.admin import PauseGeneration, ResumeGeneration
+from medialane.types.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected
+from medialane.types.feature import PlaceholderRange
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from waiting import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

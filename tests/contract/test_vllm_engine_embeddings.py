@@ -13,10 +13,10 @@ from kv_watch import start_engine
 from prompt_maker import PromptMaker, bytes_of, pixels, request
 from safetensors.torch import load_file
 
-from medialane.core.admin import ResetEncoderCache, ResetPrefixCache
-from medialane.core.errors import HandoverFailed, InvalidFeature
-from medialane.core.feature import EmbeddingUse
-from medialane.core.request import EmbeddingCounts
+from medialane.types.admin import ResetEncoderCache, ResetPrefixCache
+from medialane.types.errors import HandoverFailed, InvalidFeature
+from medialane.types.feature import EmbeddingUse
+from medialane.types.request import EmbeddingCounts
 from medialane.vllm_bridge.engine.engine_request import RequestReader
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.arena import Arena, ArenaConfig, ArenaView
-from medialane.core.errors import (
+from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
@@ -23,10 +23,10 @@ from medialane.core.errors import (
     PromptRejected,
     WorkerLost,
 )
-from medialane.core.feature import MediaPayload
-from medialane.core.media import MediaSize
-from medialane.core.request import ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.types.feature import MediaPayload
+from medialane.types.media import MediaSize
+from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.engine import engine as engine_module
 from medialane.vllm_bridge.items import decode_item, encode_item
 from medialane.vllm_bridge.seams.engine import call_every_engine

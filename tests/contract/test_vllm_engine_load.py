@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 from vllm.v1.metrics.stats import SchedulerStats
 
-from medialane.core.request import WorkerLoad
+from medialane.types.request import WorkerLoad
 from medialane.vllm_bridge.engine.engine import LoadRecorder
 from medialane.vllm_bridge.seams.engine import num_unfinished_by_rank
 

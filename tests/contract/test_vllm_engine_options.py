@@ -5,9 +5,9 @@ from vllm.config import KVEventsConfig
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from medialane.core.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp, changes_encoder
-from medialane.core.errors import StartupFailed
-from medialane.core.request import EncoderCard
+from medialane.types.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp, changes_encoder
+from medialane.types.errors import StartupFailed
+from medialane.types.request import EncoderCard
 from medialane.vllm_bridge.encoder_cache.encoder_card import encoder_digest
 from medialane.vllm_bridge.engine import engine_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings

@@ -28,11 +28,11 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, co
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import MediaSize
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import TensorSpec
+from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.media import MediaSize
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import TensorSpec
 from medialane.vllm_bridge.engine.engine import VllmEngine
 from medialane.vllm_bridge.engine.engine_core import install
 from medialane.vllm_bridge.engine.plugin import register

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm.platforms import current_platform
 
-from medialane.core.process.forked_ahead import forked_ahead
+from medialane.runtime.forked_ahead import forked_ahead
 
 PROGRAM = Path(__file__).with_name("engine_start_program.py")
 OURS = Path(__file__).parents[2] / "src"
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="on a GPU 
 #: Has one thread, as a worker has when it starts its engine; uses the processes as vLLM does. Prints JSON.
 STARTS = """
 import json, os, signal, sys, threading
-from medialane.core.process.forked_ahead import forked_ahead
+from medialane.runtime.forked_ahead import forked_ahead
 
 def work(file, **given):
     with open(file, "w") as pipe:

@@ -8,10 +8,10 @@ import torch
 from prompt_maker import PromptMaker, bytes_of, pixels, with_feature
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import PlaceholderRange
-from medialane.core.media import MediaSize
-from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.types.errors import InvalidFeature, PromptRejected
+from medialane.types.feature import PlaceholderRange
+from medialane.types.media import MediaSize
+from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.items import ProcessorProfile, decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.items.validation import check_ranges

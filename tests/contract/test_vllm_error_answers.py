@@ -6,7 +6,7 @@ import json
 import pytest
 from app_server import BASE64, DATA_URL, image
 
-from medialane.core.errors import ArenaFull, InvalidImage, PromptRejected, WorkerLost
+from medialane.types.errors import ArenaFull, InvalidImage, PromptRejected, WorkerLost
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

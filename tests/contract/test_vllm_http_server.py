@@ -13,9 +13,9 @@ import pytest
 import trustme
 from starlette.responses import PlainTextResponse
 
-from medialane.core.errors import StartupFailed
-from medialane.core.process.stop import Stop
 from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
+from medialane.runtime.stop import Stop
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.frontend.http_server import check_http, serve_http, uvicorn_config
 from waiting import eventually

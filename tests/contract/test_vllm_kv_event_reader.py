@@ -8,7 +8,7 @@ import time
 import pytest
 from vllm.distributed import kv_events as vllm_events
 
-from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder

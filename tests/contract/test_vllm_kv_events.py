@@ -12,12 +12,12 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import MediaPayload
-from medialane.core.kv_events import AllBlocksCleared, BlockStored
-from medialane.core.media import MediaSize
-from medialane.core.request import ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.feature import MediaPayload
+from medialane.types.kv_events import AllBlocksCleared, BlockStored
+from medialane.types.media import MediaSize
+from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.engine.engine_options import HASH_ALGORITHM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

@@ -13,9 +13,9 @@ from embedding_host import answer, counted, host_of, moved, saved, since, withou
 from kv_watch import start_engine
 from prompt_maker import PromptMaker, pixels
 
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import EmbeddingUse
-from medialane.core.request import EmbeddingCounts
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import EmbeddingUse
+from medialane.types.request import EmbeddingCounts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

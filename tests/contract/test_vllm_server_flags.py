@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.flag_table import PROCESSOR_GROUPS, flag_table
 from medialane.vllm_bridge.server_flags import UNSUPPORTED_FLAGS

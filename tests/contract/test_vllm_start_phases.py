@@ -10,7 +10,7 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.executor.abstract import Executor
 
-from medialane.core.process.phase import Phase, PhaseFile
+from medialane.runtime.phase import Phase, PhaseFile
 from medialane.vllm_bridge.engine.engine_core import report_phases
 
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.core.errors import TooManyFrames
-from medialane.core.feature import MediaPayload
-from medialane.core.hashing import canonical_options
-from medialane.core.media import MediaSize
+from medialane.types.errors import TooManyFrames
+from medialane.types.feature import MediaPayload
+from medialane.types.hashing import canonical_options
+from medialane.types.media import MediaSize
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.seams import multimodal
 from video_clips import clip

@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
 
-from medialane.check import free_port
+from medialane.tools.check import free_port
 from waiting import eventually
 
 #: For plain vLLM: it runs the model in the scheduler's process, as our workers do on a CPU. A separate process for the

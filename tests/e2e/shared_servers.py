@@ -20,8 +20,8 @@ from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 from xdist.scheduler import LoadScopeScheduling
 
-from medialane.check import plain_vllm as start_plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from medialane.tools.check import plain_vllm as start_plain_vllm
 from poison import PROGRAM
 from waiting import eventually
 

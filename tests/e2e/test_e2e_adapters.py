@@ -12,7 +12,7 @@ from openai_http import OpenAiHttp, chat, picture, text
 from shared_servers import SERVER_FLAGS, STORE_FLAGS
 
 from adapter_files import FLAGS, write_adapter
-from medialane.check import plain_vllm as start_plain_vllm
+from medialane.tools.check import plain_vllm as start_plain_vllm
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm

@@ -16,14 +16,14 @@ from openai_http import chat, photo, picture, text
 from PIL import Image as PILImage
 
 from medialane.arena import ENTRY_HEADER_BYTES, describe, layout
-from medialane.core.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
-from medialane.core.feature import MediaPayload, PlaceholderRange
-from medialane.core.hashing import content_hash
-from medialane.core.media import Image, MediaRef, MediaSize
-from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
 from medialane.gateway.worker_link import RpcClient
 from medialane.store import FindItem, StoreLink
+from medialane.types.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
+from medialane.types.feature import MediaPayload, PlaceholderRange
+from medialane.types.hashing import content_hash
+from medialane.types.media import Image, MediaRef, MediaSize
+from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.types.tensor import InlineTensor, TensorDescriptor, TensorSpec
 from medialane.wire import Hello, RpcConfig
 from waiting import eventually
 

@@ -16,8 +16,8 @@ from picture_server import PictureServer, picture_server
 from tiny_families import FAMILIES
 
 from audio_maker import tone
-from medialane.check import plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
+from medialane.tools.check import plain_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

@@ -23,9 +23,9 @@ from tiny_families import CHECKED
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from audio_maker import by_libsndfile, tones
-from medialane.check import plain_vllm as start_plain_vllm
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import cache_folder
+from medialane.tools.check import plain_vllm as start_plain_vllm
 from video_clips import clip, jpegs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]

@@ -10,8 +10,8 @@ from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S
 from rich.console import Console
 from tiny_families import CHECKED
 
-from medialane.check import CheckProgress, Setup, encode, run_check
 from medialane.testing.tiny_model import cache_folder
+from medialane.tools.check import CheckProgress, Setup, encode, run_check
 
 pytestmark = pytest.mark.vllm
 

@@ -20,9 +20,9 @@ from process_tree import descendants, suspended
 from tiny_families import FAMILIES
 
 from host_state import stats_of, store_link
-from medialane.check import compare, plain_vllm
-from medialane.check.media import audio, image, text, video
 from medialane.testing.tiny_model import cache_folder
+from medialane.tools.check import compare, plain_vllm
+from medialane.tools.check.media import audio, image, text, video
 from poison import PROGRAM
 from waiting import eventually
 

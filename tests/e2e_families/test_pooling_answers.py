@@ -16,9 +16,9 @@ from adapter import RANK, write_adapter
 from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess
 from pooling_families import FAMILIES
 
-from medialane.check import plain_vllm
-from medialane.check.media import image, text
 from medialane.testing.tiny_model import cache_folder
+from medialane.tools.check import plain_vllm
+from medialane.tools.check.media import image, text
 from waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]

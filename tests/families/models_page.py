@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.check import CheckReport, decode
+from medialane.tools.check import CheckReport, decode
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"

@@ -17,8 +17,8 @@ import msgspec
 from tiny_families import CHECKED
 from vllm.renderers import renderer_from_config
 
-from medialane.core.media import MediaSize, Modality
 from medialane.testing.tiny_model import cache_folder
+from medialane.types.media import MediaSize, Modality
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.items import NO_OPTIONS, ProcessorProfile, expand_marks
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor

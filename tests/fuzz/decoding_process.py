@@ -11,7 +11,7 @@ from pathlib import Path
 
 from targets import DECODE_BYTES, DECODE_S, DECODE_TARGETS
 
-from medialane.core.errors import MedialaneError
+from medialane.types.errors import MedialaneError
 
 
 class DecodingProcess:

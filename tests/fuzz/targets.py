@@ -15,8 +15,6 @@ from PIL import Image
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
 from decoded_media import decode_image
-from medialane.core.errors import MedialaneError
-from medialane.core.media import FrameBatch, Modality, Video
 from medialane.gateway import References
 from medialane.gateway.intake import extract
 from medialane.media import (
@@ -32,6 +30,8 @@ from medialane.media import (
 )
 from medialane.media.http_cache import freshness_of
 from medialane.media.url_guard import UrlGuard
+from medialane.types.errors import MedialaneError
+from medialane.types.media import FrameBatch, Modality, Video
 from video_clips import clip
 
 #: Small enough that no valid image takes long.

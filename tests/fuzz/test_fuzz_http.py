@@ -26,11 +26,11 @@ import msgspec
 import pytest
 
 from medialane.arena import ArenaConfig
-from medialane.check import free_port
 from medialane.config import Config
 from medialane.gateway import GatewayConfig
 from medialane.observability import LoggingConfig
 from medialane.prepare import PrepareConfig
+from medialane.tools.check import free_port
 from waiting import wait_until
 
 #: The clock is `--fuzz-seconds`.

@@ -18,7 +18,7 @@ from decoding_process import decoding_process
 from mutator import Mutator
 from targets import DECODE_TARGETS, HEADER_S, HEADER_TARGETS, LARGE_BYTES, LOOP_TARGETS, Target
 
-from medialane.core.errors import MedialaneError
+from medialane.types.errors import MedialaneError
 
 #: The clock is `--fuzz-seconds`.
 pytestmark = pytest.mark.timeout(0)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from medialane.arena import describe
-from medialane.core.tensor import TensorSpec
-from medialane.peers.nixl import RdmaMetadata
+from medialane.transfer.nixl import RdmaMetadata
+from medialane.types.tensor import TensorSpec
 from nixl_hosts import MIB, Host, require_nixl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -23,8 +23,8 @@ SPEC = TensorSpec("uint8", (4 * MIB,))
 OWNER = """
 import hashlib, sys, time, torch
 tensor = torch.randint(0, 256, (int(sys.argv[1]),), dtype=torch.uint8, device="cuda:0")
-from medialane.peers.nixl.nixl_agent import NixlAgent
-from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.transfer.nixl.nixl_agent import NixlAgent
+from medialane.transfer.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 agent, descriptor = NixlAgent("gpu"), Descriptor("cuda:0", tensor.data_ptr(), tensor.numel())
 agent.register(descriptor)
 sys.stdout.write(RdmaMetadata([descriptor], pack_agent_metadata(agent.metadata()), "key").encode().decode() + "\\n")

@@ -6,7 +6,7 @@ import pytest
 
 from builders import checked_arena
 from medialane.arena import ArenaView, describe, layout
-from medialane.core.tensor import TensorSpec
+from medialane.types.tensor import TensorSpec
 from waiting import wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

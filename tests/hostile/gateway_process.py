@@ -19,8 +19,8 @@ import msgspec
 from medialane_process import launch
 from process_tree import descendants
 
-from medialane.check import free_port
 from medialane.config import Config
+from medialane.tools.check import free_port
 from waiting import wait_until
 
 START_S = 300.0

@@ -25,9 +25,9 @@ from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from medialane.config import Config, enter_environ
-from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.media.fetch import Fetcher
 from medialane.prepare import prebuilt
+from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http

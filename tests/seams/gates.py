@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.core.media import Decoded
 from medialane.prepare import FactoryConfig, ProcessedItem
 from medialane.testing.fake_processor import FakeProcessor
+from medialane.types.media import Decoded
 from waiting import eventually, wait_until
 
 #: Steps of a request. A URL is fetched, a body is written into the arena by the gateway.

@@ -18,11 +18,6 @@ from prometheus_client import CollectorRegistry
 
 from fake_engine import FakeEngine, FakeParams
 from medialane.arena import Arena
-from medialane.core.errors import WorkerLost
-from medialane.core.feature import MediaPrompt
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
-from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.gateway import (
     Encoders,
     Gateway,
@@ -39,11 +34,16 @@ from medialane.gateway import (
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability import Metrics
-from medialane.peers.nixl import NixlMover
 from medialane.prepare import PreparerPool
 from medialane.routing import EncodeCosts, Router, RoutingConfig
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
+from medialane.transfer.nixl import NixlMover
+from medialane.types.errors import WorkerLost
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
+from medialane.types.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig
 from medialane.worker.gateway_link import RpcServer

@@ -23,12 +23,12 @@ from gates import PULL, Gates
 
 from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
 from medialane.config import ClusterConfig, load_config
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
-from medialane.core.media import MediaRef
-from medialane.core.process.stop import stopped_by_signals
-from medialane.core.process.systemd import watched
-from medialane.core.request import EngineRequest, OutputDelta
+from medialane.runtime.stop import stopped_by_signals
+from medialane.runtime.systemd import watched
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
+from medialane.types.media import MediaRef
+from medialane.types.request import EngineRequest, OutputDelta
 from medialane.wire import RpcConfig
 from medialane.worker import serve_worker
 
@@ -138,7 +138,7 @@ def store(folder: Path) -> int:
 
 
 def stop_pulls_at_the_gate(gates: Gates) -> None:
-    from medialane.peers.peer_connection import PeerConnection
+    from medialane.transfer.peer_connection import PeerConnection
 
     receive = PeerConnection.receive_into
 
@@ -197,11 +197,11 @@ async def gateway(folder: Path, name: str) -> int:
     from gateway_parts import MEDIA, Parts
     from host_store import StoreClientTask
 
-    from medialane.core.hashing import digest
-    from medialane.core.loop_fairness import LoopFairness
     from medialane.gateway import GatewayConfig, StoreFeatures
     from medialane.routing import RoutingConfig
+    from medialane.runtime.loop_fairness import LoopFairness
     from medialane.testing.fake_processor import FakeProcessor
+    from medialane.types.hashing import digest
 
     gates = Gates(folder)
 

@@ -7,15 +7,11 @@ from contextlib import AsyncExitStack
 from typing import Self
 
 from medialane.arena import Arena
-from medialane.core.hashing import digest
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.stats import PoolStats, StoreStats
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.peers import Pulls
-from medialane.peers.nixl import NixlMover
 from medialane.prepare import PreparerPool
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store import (
     Aliases,
     Items,
@@ -26,6 +22,10 @@ from medialane.store import (
     StoreServer,
     StoreStatus,
 )
+from medialane.transfer import Pulls
+from medialane.transfer.nixl import NixlMover
+from medialane.types.hashing import digest
+from medialane.types.stats import PoolStats, StoreStats
 from medialane.wire import RpcConfig
 
 PROCESSOR = {"model": "fake"}

@@ -13,13 +13,12 @@ import msgspec
 import uvloop
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, layout
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import Pulls
-from medialane.peers import pulls as pulls_module
+from medialane.transfer import Pulls
+from medialane.transfer import pulls as pulls_module
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import Feature, RemoteEntry
+from medialane.types.media import MediaSize
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 
 SECRET = "a secret for tests in namespaces"

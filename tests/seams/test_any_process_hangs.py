@@ -19,7 +19,7 @@ from process_tree import parent_of
 
 from host_state import store_link
 from http_origin import HttpOrigin
-from medialane.core.process.exits import ProcessExits
+from medialane.runtime.phase import ProcessExits
 from waiting import eventually
 
 #: Until media are back: 10 s of silence, the last beat before it, the next look, and the restart of a process.

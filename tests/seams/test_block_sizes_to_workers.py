@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts
 
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import open_scope
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from waiting import eventually
 
 SIZES = (16, 32)

@@ -8,9 +8,9 @@ import pytest
 from gateway_parts import FakeWorker, Parts, request
 
 from fake_engine import FakeEngine
-from medialane.core.errors import WorkerBusy
 from medialane.gateway import open_scope
 from medialane.routing import RoutingConfig
+from medialane.types.errors import WorkerBusy
 
 
 class FullEngine(FakeEngine):

@@ -21,8 +21,6 @@ from gateway_parts import MEDIA, FakeWorker, Parts, png, request
 from prometheus_client import CollectorRegistry
 
 from http_origin import HttpOrigin
-from medialane.core.feature import MediaPrompt
-from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import (
     BoundedServer,
     GatewayConfig,
@@ -34,8 +32,10 @@ from medialane.gateway import (
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.feature import MediaPrompt
 from waiting import eventually
 
 #: Longest share of one iteration that counts.

@@ -10,8 +10,8 @@ import pytest
 from gateway_parts import png, prompt, request
 
 from fake_engine import FakeContinuable
-from medialane.core.errors import WorkerLost
 from medialane.gateway import open_scope
+from medialane.types.errors import WorkerLost
 from medialane.worker import WorkerConfig
 from waiting import eventually
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from gateway_parts import Parts, png, prompt
 
-from medialane.core.errors import InvalidImage, PromptTooLong
 from medialane.gateway import open_scope
+from medialane.types.errors import InvalidImage, PromptTooLong
 
 
 async def described(parts, media):

@@ -15,13 +15,13 @@ from gateway_parts import PLACEHOLDER_TOKEN, FakeWorker, Parts, png, prompt, req
 
 from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
 from fake_engine import FAKE_CARD
-from medialane.core.errors import GenerationFailed, HandoverFailed, StoreUnavailable
-from medialane.core.feature import MediaPrompt
-from medialane.core.hashing import embedding_key
-from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope
 from medialane.routing import RoutingConfig
 from medialane.store import StoreEntries
+from medialane.types.errors import GenerationFailed, HandoverFailed, StoreUnavailable
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import embedding_key
+from medialane.types.media import MediaRef
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

@@ -12,11 +12,11 @@ from gateway_parts import png
 from host_store import HostStore, StoreClientTask
 
 from medialane.arena import Arena, ArenaConfig, FillWriter
-from medialane.core.feature import WantedEmbedding
-from medialane.core.hashing import content_hash, embedding_key
-from medialane.core.media import MediaRef
-from medialane.core.tensor import TensorSpec
 from medialane.store import FindItem, StoreEntries, StoreGrants
+from medialane.types.feature import WantedEmbedding
+from medialane.types.hashing import content_hash, embedding_key
+from medialane.types.media import MediaRef
+from medialane.types.tensor import TensorSpec
 from waiting import eventually
 
 ENCODER = "digest of an encoder"

@@ -10,12 +10,12 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from embedding_memory import ENCODER_CARD, ArenaEmbeddings
-from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, WorkerLost
-from medialane.core.feature import MediaPrompt
-from medialane.core.media import MediaRef
 from medialane.gateway import GatewayConfig, RequestTracing, open_scope
 from medialane.observability.tracing import Tracing
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, WorkerLost
+from medialane.types.feature import MediaPrompt
+from medialane.types.media import MediaRef
 from otlp_collector import http_collector
 from waiting import eventually
 

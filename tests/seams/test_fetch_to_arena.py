@@ -14,7 +14,13 @@ from PIL import Image as PILImage
 
 from audio_maker import by_ffmpeg, hours_of_silence, tones
 from http_origin import HttpOrigin, answer
-from medialane.core.errors import (
+from medialane.gateway import open_scope
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetcher
+from medialane.observability import StageTimeline
+from medialane.store import EncodedStore
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.errors import (
     ArenaFull,
     AudioTooLong,
     ImageTooLarge,
@@ -26,15 +32,9 @@ from medialane.core.errors import (
     UpstreamFailed,
     VideoTooLong,
 )
-from medialane.core.feature import MediaPrompt
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
-from medialane.gateway import open_scope
-from medialane.media import MediaConfig
-from medialane.media.fetch import Fetcher
-from medialane.observability import StageTimeline
-from medialane.store import EncodedStore
-from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
 from video_clips import clip
 from waiting import eventually
 

@@ -17,7 +17,9 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from audio_maker import by_libsndfile, tones
-from medialane.core.errors import (
+from medialane.gateway import ExtractedMedia, GatewayConfig, InlineTransport, TransferConfig, open_scope
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
+from medialane.types.errors import (
     ArenaFull,
     FeatureUnsupported,
     GenerationFailed,
@@ -33,14 +35,12 @@ from medialane.core.errors import (
     StoreUnavailable,
     WorkerLost,
 )
-from medialane.core.feature import MediaPrompt
-from medialane.core.hashing import content_hash
-from medialane.core.media import Alias, MediaRef, MediaSize
-from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
-from medialane.core.stage import STAGES
-from medialane.core.tensor import InlineTensor
-from medialane.gateway import ExtractedMedia, GatewayConfig, InlineTransport, TransferConfig, open_scope
-from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import content_hash
+from medialane.types.media import Alias, MediaRef, MediaSize
+from medialane.types.request import ExpandedPrompt, ModelCard, SourcePrompt
+from medialane.types.stage import STAGES
+from medialane.types.tensor import InlineTensor
 from medialane.worker.receivers import Receiver
 from waiting import eventually, iterations
 

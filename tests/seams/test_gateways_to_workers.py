@@ -12,8 +12,8 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FAKE_CARD
-from medialane.core.request import WorkerLoad
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.types.request import WorkerLoad
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, encoder_cache_tokens=100_000)

@@ -13,11 +13,11 @@ import uvloop
 from gateway_parts import FakeWorker, request
 
 from medialane.arena import describe
-from medialane.core.errors import WorkerLost
-from medialane.core.feature import MediaPayload, PlaceholderRange
-from medialane.core.request import ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.gateway.worker_link import RpcClient
+from medialane.types.errors import WorkerLost
+from medialane.types.feature import MediaPayload, PlaceholderRange
+from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.wire import Hello, RpcConfig
 
 MIB = 1 << 20

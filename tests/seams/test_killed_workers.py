@@ -17,9 +17,9 @@ from host_store import store_address
 from host_state import as_before, state_of
 from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
 from medialane.config import ClusterConfig
-from medialane.core.errors import NoWorkerReady, WorkerLost
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import open_scope
+from medialane.types.errors import NoWorkerReady, WorkerLost
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from process_ends import ProcessEnds
 from waiting import eventually
 

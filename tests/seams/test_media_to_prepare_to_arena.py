@@ -11,10 +11,10 @@ from PIL import Image as PILImage
 
 from decoded_media import decode_image
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaView, Lease
-from medialane.core.errors import InvalidRequest
-from medialane.core.hashing import content_hash
-from medialane.core.media import EncodedMedia
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidRequest
+from medialane.types.hashing import content_hash
+from medialane.types.media import EncodedMedia
 
 
 def encode(width: int, height: int, file_format: str) -> bytes:

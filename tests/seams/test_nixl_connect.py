@@ -20,19 +20,19 @@ from gateway_parts import Parts
 from PIL import Image as PILImage
 
 from medialane.arena import describe, layout
-from medialane.core.errors import (
+from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.transfer.nixl import NixlMover, RdmaMetadata
+from medialane.types.errors import (
     InvalidRequest,
     MediaFetchTimeout,
     MediaUrlForbidden,
     TransferFailed,
     UpstreamFailed,
 )
-from medialane.core.feature import MediaPrompt
-from medialane.core.media import MediaRef
-from medialane.core.tensor import TensorSpec
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.peers.nixl import NixlMover, RdmaMetadata
-from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.feature import MediaPrompt
+from medialane.types.media import MediaRef
+from medialane.types.tensor import TensorSpec
 from nixl_hosts import Host, require_nixl
 from published import published_url
 from waiting import eventually

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from medialane.arena import layout
-from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import Pulls, pull_time
+from medialane.transfer import Pulls, pull_time
+from medialane.types.feature import Feature
+from medialane.types.media import MediaSize
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually

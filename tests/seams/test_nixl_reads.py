@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from medialane.core.errors import TransferFailed
-from medialane.peers import StillWriting
+from medialane.transfer import StillWriting
+from medialane.types.errors import TransferFailed
 from nixl_hosts import MIB, Host, require_nixl
 from waiting import eventually
 

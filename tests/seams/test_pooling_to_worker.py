@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
-from medialane.core.errors import TooLarge
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.types.errors import TooLarge
 from medialane.wire import RpcConfig
 from waiting import eventually
 

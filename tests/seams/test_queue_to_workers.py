@@ -14,9 +14,9 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FAKE_CARD
-from medialane.core.errors import MedialaneError, QueueTimeout, WorkerQueued
 from medialane.gateway import GatewayConfig, current_scope, open_scope
 from medialane.gateway.admission import Tenants
+from medialane.types.errors import MedialaneError, QueueTimeout, WorkerQueued
 from medialane.worker.gateway_link.work_queue import WorkQueue
 from waiting import eventually
 

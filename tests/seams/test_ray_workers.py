@@ -14,7 +14,7 @@ from medialane import __version__
 from medialane.cluster.process_group import members
 from medialane.cluster.ray import RemoteSpec
 from medialane.cluster.ray.remote import shared_path
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from waiting import eventually
 
 ray = pytest.importorskip("ray", reason="ray is not installed (the extra ray)")

@@ -11,8 +11,8 @@ from gateway_parts import request
 from test_continued_answers import Asked
 
 from fake_engine import FakeEngine
-from medialane.core.errors import RequestEndsWorkers, WorkerLost
 from medialane.gateway import open_scope
+from medialane.types.errors import RequestEndsWorkers, WorkerLost
 from waiting import eventually
 
 #: An engine ends when it gets a prompt with this token.

@@ -13,10 +13,10 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FakeContinuable, FakeEngine
-from medialane.core.errors import InvalidRequest, NoWorkerReady, StartupFailed, WorkerQueued
 from medialane.gateway import GatewayConfig, RequestTracing, ScopeMiddleware, current_scope
 from medialane.gateway.worker_link import RemoteRequest
 from medialane.observability.tracing import Tracing, client_context
+from medialane.types.errors import InvalidRequest, NoWorkerReady, StartupFailed, WorkerQueued
 from medialane.worker.gateway_link.work_queue import WorkQueue
 from otlp_collector import grpc_collector, http_collector
 from waiting import eventually

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 from gateway_parts import png, prompt, request
 
-from medialane.core.errors import NoWorkerReady, RequestEndsWorkers, WorkerLost
 from medialane.gateway import ShmTransport, WorkerLink, health_of, open_scope
+from medialane.types.errors import NoWorkerReady, RequestEndsWorkers, WorkerLost
 from medialane.worker import WorkerConfig
 from waiting import eventually
 

@@ -15,7 +15,7 @@ from process_tree import command_of, descendants, suspended
 from medialane.arena import Arena, ArenaConfig
 from medialane.cli import store
 from medialane.config import load_config
-from medialane.peers.nixl import NixlMover
+from medialane.transfer.nixl import NixlMover
 from nixl_hosts import FAKE
 from planted_secrets import VARIABLES, planted, secrets_of
 from waiting import wait_until

@@ -16,9 +16,9 @@ from gateway_parts import Parts, png, prompt
 
 from certificates import tls_settings
 from medialane.config import as_environ, load_config
-from medialane.core.errors import AuthenticationFailed
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import open_scope
+from medialane.types.errors import AuthenticationFailed
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from waiting import eventually, wait_until
 
 SECRET = "a secret of the tests"

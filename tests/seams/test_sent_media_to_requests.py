@@ -11,11 +11,6 @@ import pytest
 from gateway_parts import Parts, png
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import ClientDisconnected, InvalidRequest, MedialaneError, UnknownMedia
-from medialane.core.feature import MediaPrompt
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import MediaRef
-from medialane.core.media_lease import MEDIA_SCHEME
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
@@ -32,7 +27,12 @@ from medialane.gateway.intake import extract
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.errors import ClientDisconnected, InvalidRequest, MedialaneError, UnknownMedia
+from medialane.types.feature import MediaPrompt
+from medialane.types.media import MediaRef
+from medialane.types.media_lease import MEDIA_SCHEME
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope
-from medialane.peers import StillWriting
 from medialane.store import StoreGrants
+from medialane.transfer import StillWriting
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -216,7 +216,7 @@ async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, pre
         reached.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("medialane.peers.peers.Peers.fetch", stalled)
+    monkeypatch.setattr("medialane.transfer.peers.Peers.fetch", stalled)
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
 
         async def one():

@@ -16,10 +16,10 @@ import pytest
 from pulling_program import PULL_S, SECRET, Pulled, Stored
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
-from medialane.core.errors import TransferFailed
-from medialane.peers import Pulls
-from medialane.peers import pulls as pulls_module
-from medialane.peers.peer_connection import PeerConnection
+from medialane.transfer import Pulls
+from medialane.transfer import pulls as pulls_module
+from medialane.transfer.peer_connection import PeerConnection
+from medialane.types.errors import TransferFailed
 from medialane.wire import RpcConfig
 from waiting import eventually, line_of, wait_until
 

@@ -13,9 +13,6 @@ import pytest
 from gateway_parts import Parts, png, prompt, ref, request
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import ClientDisconnected, MedialaneError, UnknownMediaUuid
-from medialane.core.feature import MediaPrompt
-from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
@@ -28,7 +25,10 @@ from medialane.gateway import (
 )
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.errors import ClientDisconnected, MedialaneError, UnknownMediaUuid
+from medialane.types.feature import MediaPrompt
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

@@ -3,9 +3,9 @@
 import pytest
 from gateway_parts import Parts, png, prompt, request
 
-from medialane.core.errors import TtftLimitExceeded
-from medialane.core.request import WorkerLoad
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.types.errors import TtftLimitExceeded
+from medialane.types.request import WorkerLoad
 
 LIMIT_S = 0.02
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

@@ -11,14 +11,14 @@ from gateway_parts import Parts
 
 from audio_maker import by_libsndfile, tone, tones
 from decoded_media import decode_audio
-from medialane.core.errors import BodyMemoryExhausted, InvalidAudio, InvalidMediaUrl
-from medialane.core.feature import MediaPrompt
-from medialane.core.wave import wave_bytes, wave_size
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.bodies import BodyMemory, BudgetCharge
 from medialane.gateway.intake import extract_files
+from medialane.gateway.wave import wave_bytes, wave_size
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.errors import BodyMemoryExhausted, InvalidAudio, InvalidMediaUrl
+from medialane.types.feature import MediaPrompt
 
 RATE = 16000
 TYPE = b"multipart/form-data; boundary=b"

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from gateway_parts import Parts, png
 
-from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
-from medialane.core.errors import InvalidImage, UnknownMediaUuid, UuidConflict
-from medialane.core.feature import MediaPrompt
-from medialane.core.hashing import content_hash
-from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.types.errors import InvalidImage, UnknownMediaUuid, UuidConflict
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import content_hash
+from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import EMBEDS_TYPE, decode_embeds
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

@@ -10,10 +10,10 @@ import pytest
 from joined_gateway import PROCESSOR, RPC, Gateway
 from prometheus_client import generate_latest
 
-from medialane.core.errors import WorkerLost
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, health_of
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.errors import WorkerLost
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress
 from medialane.worker import WorkerConfig
 from medialane.worker.gateway_link import RpcServer

@@ -8,8 +8,8 @@ import sys
 from medialane.cli import COMMANDS, main, parse_words, store, store_command
 from medialane.cli.flags import given_settings
 from medialane.config import load_config
-from medialane.core.process.title import reserve_title
 from medialane.prepare import prebuilt
+from medialane.runtime.linux import reserve_title
 
 
 def run(words):

@@ -18,7 +18,9 @@ from medialane.cli import COMMANDS
 from medialane.cli.bench import names
 from medialane.cluster.vllm_flags import flag_table
 from medialane.config import settings
-from medialane.core.errors import (
+from medialane.store import messages
+from medialane.transfer.peer_messages import PEER_VERSION
+from medialane.types.errors import (
     AlreadyJoined,
     AuthenticationFailed,
     ClientDisconnected,
@@ -30,8 +32,6 @@ from medialane.core.errors import (
     WorkerQueued,
     WorkerStalled,
 )
-from medialane.peers.peer_messages import PEER_VERSION
-from medialane.store import messages
 from medialane.wire import protocol
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import json
 import models_page
 import msgspec
 
-from medialane.check import CaseResult, CheckReport
+from medialane.tools.check import CaseResult, CheckReport
 
 
 def report(folder, *verdicts, outcomes=("encoded",), **options):

@@ -17,9 +17,9 @@ from medialane.arena.index import Indexed, State
 from medialane.arena.layout import ENTRY_HEADER_BYTES, GENERATION_WORD, is_valid, is_well_formed
 from medialane.arena.lease import Cached
 from medialane.arena.view import ArenaView
-from medialane.core.feature import Feature
-from medialane.core.media import EncodedMedia
-from medialane.core.tensor import ALIGNMENT, ArenaRange, TensorSpec, align
+from medialane.types.feature import Feature
+from medialane.types.media import EncodedMedia
+from medialane.types.tensor import ALIGNMENT, ArenaRange, TensorSpec, align
 
 #: Room for a record without a feature's header and tensors.
 RECORD_BYTES = 512

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from medialane.core.tensor import ALIGNMENT, align
+from medialane.types.tensor import ALIGNMENT, align
 
 
 class Allocator:

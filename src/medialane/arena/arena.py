@@ -23,12 +23,11 @@ from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clea
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.slots import ClientSlot, Unfinished, new_slot
 from medialane.arena.view import ArenaView
-from medialane.core.errors import MediaTooLarge
-from medialane.core.feature import Feature
-from medialane.core.media import EncodedMedia
-from medialane.core.remote_entry import EntryKind
-from medialane.core.stats import ArenaStats
-from medialane.core.tensor import ALIGNMENT, ArenaRange, align
+from medialane.types.errors import MediaTooLarge
+from medialane.types.feature import EntryKind, Feature
+from medialane.types.media import EncodedMedia
+from medialane.types.stats import ArenaStats
+from medialane.types.tensor import ALIGNMENT, ArenaRange, align
 
 logger = logging.getLogger(__name__)
 

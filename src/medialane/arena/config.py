@@ -9,10 +9,10 @@ import msgspec
 from msgspec import field
 
 from medialane.arena.reaper import reclaimable_bytes
-from medialane.core.byte_size import format_bytes
-from medialane.core.errors import StartupFailed
-from medialane.core.process.libc import file_system_type
-from medialane.core.remote_entry import EntryKind
+from medialane.runtime.linux import file_system_type
+from medialane.types.errors import StartupFailed
+from medialane.types.feature import EntryKind
+from medialane.types.setting import format_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30

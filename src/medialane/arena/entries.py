@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 
 from medialane.arena.allocator import Allocator
 from medialane.arena.eviction import Span, choose_span
-from medialane.core.errors import ArenaFull
-from medialane.core.remote_entry import EntryKind
-from medialane.core.retry_after import Places
-from medialane.core.stats import ArenaStats
-from medialane.core.tensor import ArenaRange, align
+from medialane.types.errors import ArenaFull
+from medialane.types.feature import EntryKind
+from medialane.types.retry_after import Places
+from medialane.types.stats import ArenaStats
+from medialane.types.tensor import ArenaRange, align
 
 if TYPE_CHECKING:  # which records entries
     from medialane.arena.hold_log import HoldLog

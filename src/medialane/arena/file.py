@@ -42,10 +42,10 @@ from medialane.arena.layout import (
 )
 from medialane.arena.slots import live_slots
 from medialane.arena.view import ArenaView, open_file, read_header
-from medialane.core.errors import HandoverFailed, StartupFailed
-from medialane.core.process.libc import last_error, libc
-from medialane.core.process.owner_lock import try_lock
-from medialane.core.tensor import ArenaRange
+from medialane.runtime.linux import last_error, libc
+from medialane.runtime.owner_lock import try_lock
+from medialane.types.errors import HandoverFailed, StartupFailed
+from medialane.types.tensor import ArenaRange
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from medialane.arena.layout import (
     is_well_formed,
 )
 from medialane.arena.view import open_file, read_header
-from medialane.core.errors import HandoverFailed
-from medialane.core.tensor import ArenaRange
+from medialane.types.errors import HandoverFailed
+from medialane.types.tensor import ArenaRange
 
 #: struct flock of 64-bit Linux: type, whence, start, length, pid (0 for locks of an open file description).
 _FLOCK = struct.Struct("hhqqi4x")

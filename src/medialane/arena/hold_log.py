@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import islice
 
 from medialane.arena.entries import Entry
-from medialane.core.stats import HoldRecord
-from medialane.core.taker import TAKER, call_site
+from medialane.runtime.taker import TAKER, call_site
+from medialane.types.stats import HoldRecord
 
 #: Frames of the handle's constructor and of `add`.
 _OWN_FRAMES = 2

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 from medialane.arena.entries import KINDS
 from medialane.arena.layout import PAGE_BYTES
-from medialane.core.remote_entry import EntryKind
-from medialane.core.tensor import ArenaRange
+from medialane.types.feature import EntryKind
+from medialane.types.tensor import ArenaRange
 
 #: An arena has as many slots as entries of this size, up to a limit, and no more entries than slots: however small an
 #: entry is, it takes 1 KB of the owner's memory, and the next owner 15 to 30 us (2-core machine, noisy).

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.core.tensor import ALIGNMENT, ArenaRange, TensorDescriptor, TensorSpec, align
+from medialane.types.tensor import ALIGNMENT, ArenaRange, TensorDescriptor, TensorSpec, align
 
 PAGE_BYTES = 4096
 KEEPER_AT = 2048

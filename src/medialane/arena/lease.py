@@ -9,10 +9,9 @@ from typing import Generic, Self, TypeVar
 from medialane.arena.entries import Entry, EntryTable
 from medialane.arena.layout import ENTRY_HEADER_BYTES, stamp
 from medialane.arena.view import ArenaView
-from medialane.core.feature import Feature
-from medialane.core.media import EncodedMedia
-from medialane.core.remote_entry import EntryKind
-from medialane.core.tensor import ArenaRange
+from medialane.types.feature import EntryKind, Feature
+from medialane.types.media import EncodedMedia
+from medialane.types.tensor import ArenaRange
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import msgspec
 
 from medialane.arena.layout import FILE_MAGIC, FILE_NAME, KEPT, PAGE_BYTES, FileHeader, decode_keeper
 from medialane.arena.slots import live_slots
-from medialane.core.process.owner_lock import abandoned
+from medialane.runtime.owner_lock import abandoned
 
 
 class Reaped(msgspec.Struct, frozen=True):

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from medialane.arena.lease import Reservation
 from medialane.arena.view import open_file
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import Feature
 
 #: struct flock of 64-bit Linux: type, whence, start, length, pid (0 for locks of an open file description).
 _FLOCK = struct.Struct("hhqqi4x")

@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, FileHeader, file_path, is_valid
-from medialane.core.errors import HandoverFailed
-from medialane.core.tensor import ArenaRange, TensorDescriptor
+from medialane.types.errors import HandoverFailed
+from medialane.types.tensor import ArenaRange, TensorDescriptor
 
 #: Neighbouring pieces of a mapping differ in their advice, and are walked one by one when this process's memory use is
 #: read (`core.process.memory`): its mmap and munmap wait for a piece then, and not for the whole arena. Worst of them

@@ -14,7 +14,7 @@ from typing import Any
 
 from medialane.cluster.placement import find_hardware
 from medialane.config import Config, enter_environ, process_environ
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 #: The benchmarks of a checkout: this file is src/medialane/cli/bench.py.
 FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"

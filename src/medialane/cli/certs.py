@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.wire.certificate_authority import CA, CA_KEY, CERTIFICATE, KEY, Authority, host_names
 
 _DAYS = 365

@@ -1,4 +1,4 @@
-"""`medialane check`: the command line; `check/` implements it."""
+"""`medialane check`: the command line; `tools/check/` implements it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from medialane.check.kinds import case_names
-from medialane.check.progress import CheckProgress
-from medialane.check.results import CheckReport, encode
-from medialane.check.run import run_check
-from medialane.check.servers import Setup
-from medialane.check.table import show
-from medialane.check.tensor_items import items_named
-from medialane.check.tensor_report import TensorReport
-from medialane.check.tensor_table import show_tensors
-from medialane.check.tensors import compare_tensors
 from medialane.cli.doctor import model_findings, show_findings
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
@@ -27,8 +17,18 @@ from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, load_config, process_environ
-from medialane.core.errors import StartupFailed
 from medialane.gateway.access import metrics_key
+from medialane.tools.check.kinds import case_names
+from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.results import CheckReport, encode
+from medialane.tools.check.run import run_check
+from medialane.tools.check.servers import Setup
+from medialane.tools.check.table import show
+from medialane.tools.check.tensor_items import items_named
+from medialane.tools.check.tensor_report import TensorReport
+from medialane.tools.check.tensor_table import show_tensors
+from medialane.tools.check.tensors import compare_tensors
+from medialane.types.errors import StartupFailed
 
 _COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")
 

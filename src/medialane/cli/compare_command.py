@@ -1,4 +1,4 @@
-"""`medialane compare`: the command line; `compare/` implements it."""
+"""`medialane compare`: the command line; `tools/compare/` implements it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from medialane.check.progress import CheckProgress
-from medialane.check.servers import Launch
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
-from medialane.compare import (
+from medialane.config import load_config, process_environ
+from medialane.gateway.access import metrics_key
+from medialane.runtime.host import machine
+from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.servers import Launch
+from medialane.tools.compare import (
     Comparison,
     Journal,
     Manifest,
@@ -29,10 +32,7 @@ from medialane.compare import (
     show,
     sides_of,
 )
-from medialane.config import load_config, process_environ
-from medialane.core.errors import StartupFailed
-from medialane.core.machine import machine
-from medialane.gateway.access import metrics_key
+from medialane.types.errors import StartupFailed
 
 _COMMON = ("workers", "preparers", "arena-size", "stage", "transport", "start-timeout", "log-level")
 _CONCURRENCY = 8

@@ -22,12 +22,12 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
-from medialane.check.server_process import ServerProcess, plain_vllm, server_process
 from medialane.cluster.placement import find_hardware
 from medialane.config import foreign_environ, process_environ, vllm_defaults
-from medialane.core.errors import StartupFailed
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.tools.check.server_process import ServerProcess, plain_vllm, server_process
+from medialane.types.errors import StartupFailed
 
 _STOP_S = 30.0
 _MAX_TOKENS = 16

@@ -27,8 +27,8 @@ from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
 from medialane.cluster.preflight import check_flags, check_model
 from medialane.config import Config, load_config, process_environ
-from medialane.core.byte_size import format_bytes
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import format_bytes
 from medialane.vllm_bridge.seams.table import TESTED_VLLM
 from medialane.wire.address import TcpAddress, format_tcp
 from medialane.worker.config import WorkerConfig

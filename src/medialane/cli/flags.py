@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from medialane.config import SectionName, Setting, settings
-from medialane.core.byte_size import format_bytes
+from medialane.types.setting import format_bytes
 
 #: Settings of connections beyond loopback, for the help of the commands that make some.
 PROTECTION = ("rpc-secret-file", "rpc-tls-cert", "rpc-tls-key", "rpc-tls-ca", "rpc-insecure")

@@ -24,12 +24,6 @@ from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
-from medialane.core.errors import GatewayDraining, StartupFailed
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.process.phase import enter_phase
-from medialane.core.process.stop import Stop, stopped_by_signals
-from medialane.core.process.systemd import show_ready, watched
-from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
     AccessKeys,
     GatewayMetrics,
@@ -50,7 +44,13 @@ from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.phase import enter_phase
+from medialane.runtime.stop import Stop, stopped_by_signals
+from medialane.runtime.systemd import show_ready, watched
 from medialane.store import StoreLink
+from medialane.types.errors import GatewayDraining, StartupFailed
+from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Frontend
 from medialane.wire.address import consecutive_ports, parse_named

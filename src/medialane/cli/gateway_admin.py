@@ -12,9 +12,9 @@ import msgspec
 
 from medialane.cli.gateway_url import add_insecure, base_url, default_url, endpoint
 from medialane.config import load_config
-from medialane.core.errors import StartupFailed
-from medialane.core.http_failure import describe_failure
 from medialane.gateway.access import admin_key
+from medialane.tools.http_failure import describe_failure
+from medialane.types.errors import StartupFailed
 
 _REQUEST_TIMEOUT_S = 30.0
 _KEY_FILE = "admin-key-file"

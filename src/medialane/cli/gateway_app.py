@@ -14,10 +14,6 @@ from starlette.middleware import Middleware
 from medialane.cli.operators import Operators
 from medialane.cli.reloading import RELOAD, Reloading
 from medialane.config import Config
-from medialane.core.hashing import digest
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.process.exits import exits_of_host, hang_problems
-from medialane.core.process.memory import MemoryUse
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
@@ -49,7 +45,11 @@ from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.phase import exits_of_host, hang_problems
+from medialane.runtime.resources import MemoryUse
 from medialane.store import HoldPasser, StoreGrants, StoreLink
+from medialane.types.hashing import digest
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
 

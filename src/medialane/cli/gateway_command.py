@@ -13,12 +13,12 @@ from medialane.cluster.local import check_join_listen, check_port
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, process_environ
-from medialane.core.errors import StartupFailed
-from medialane.core.process.phase import enter_phase
-from medialane.core.process.title import set_title
 from medialane.gateway.access import AccessKeys, client_keys
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
+from medialane.runtime.linux import set_title
+from medialane.runtime.phase import enter_phase
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_named, parse_unix
 from medialane.wire.listener import check_listen

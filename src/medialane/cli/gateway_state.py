@@ -12,9 +12,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.cli.gateway_url import base_url, endpoint, several_models
-from medialane.core.errors import StartupFailed
-from medialane.core.http_failure import describe_failure
 from medialane.gateway.operators.state import worker_host
+from medialane.tools.http_failure import describe_failure
+from medialane.types.errors import StartupFailed
 
 _TIMEOUT_S = 10.0
 #: The gateway of a port without others, whose metrics have no such label.

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from medialane.config import ServerConfig
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 def default_url() -> str:

@@ -16,7 +16,7 @@ from medialane.cli.flags import given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, as_environ, foreign_environ, process_environ, vllm_defaults
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 EXIT_INTERRUPTED = 130
 

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _top_parser().parse_args(words[:1] or ["--help"])  # exits: prints the help, the version or the error
         return _EXIT_USAGE
     try:
-        from medialane.core.process.title import reserve_title
+        from medialane.runtime.linux import reserve_title
 
         reserve_title()
         if argv is None:
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _isolate(name: str) -> None:
-    from medialane.core.process.isolation import hide_memory, import_nothing_from_here
+    from medialane.runtime.linux import hide_memory, import_nothing_from_here
 
     if name != "bench":  # whose programs import from the folder that they are in
         import_nothing_from_here()
@@ -119,8 +119,8 @@ def _isolate(name: str) -> None:
 
 
 def _run(name: str, *words: str) -> int:
-    from medialane.core.errors import StartupFailed
-    from medialane.core.process.isolation import refuse_library_settings
+    from medialane.runtime.linux import refuse_library_settings
+    from medialane.types.errors import StartupFailed
 
     command = COMMANDS[name]
     try:

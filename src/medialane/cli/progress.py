@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from medialane.cluster.child_process import CLEAN_EXIT
-from medialane.core.process.phase import Phase, report_phase
 from medialane.observability.logging import is_access_line, is_json, write_line
+from medialane.runtime.phase import Phase, report_phase
 
 logger = logging.getLogger(__name__)
 

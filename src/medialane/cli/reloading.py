@@ -20,10 +20,10 @@ import msgspec
 from medialane.cli.flags import given_settings
 from medialane.config import Config, SectionName, load_config, process_environ, settings_environ
 from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
-from medialane.core.errors import InvalidRequest, StartupFailed
-from medialane.core.process.systemd import shown_reload
-from medialane.core.watched_task import WatchedTask
 from medialane.observability.logging import set_level
+from medialane.runtime.systemd import shown_reload
+from medialane.runtime.tasks import WatchedTask
+from medialane.types.errors import InvalidRequest, StartupFailed
 
 if TYPE_CHECKING:  # stores and workers have no gateway
     from medialane.gateway.gateway_metrics import AskOthers

@@ -13,9 +13,9 @@ from medialane.cli.reloading import Reloading
 from medialane.cluster import local
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, SectionName
-from medialane.core.errors import StartupFailed
-from medialane.core.process.title import set_title
 from medialane.observability.logging import configure
+from medialane.runtime.linux import set_title
+from medialane.types.errors import StartupFailed
 
 #: Those of `medialane serve` without what is only for workers.
 SECTIONS: tuple[SectionName, ...] = tuple(

@@ -31,11 +31,11 @@ from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, ModelTable, SectionName, load_models, process_environ, replace_environ
 from medialane.config.reloading import SettingsSource
-from medialane.core.errors import StartupFailed
-from medialane.core.process.systemd import show_ready, show_stopping, watched
-from medialane.core.process.title import set_title
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
+from medialane.runtime.linux import set_title
+from medialane.runtime.systemd import show_ready, show_stopping, watched
+from medialane.types.errors import StartupFailed
 
 if TYPE_CHECKING:  # imports ray
     from medialane.cli.serve_ray import RayServe

@@ -13,7 +13,7 @@ from medialane.cluster.ray.remote import RemoteSpec
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.ray.remote_workers import Nodes, gateway_specs, with_join_addresses, worker_specs
 from medialane.config import Config
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 class RayServe:

@@ -28,30 +28,28 @@ from medialane.cluster.placement import installed_version
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
-from medialane.core.byte_size import format_bytes
-from medialane.core.errors import StartupFailed
-from medialane.core.hashing import digest
-from medialane.core.process.descendants import children
-from medialane.core.process.memory import MemoryUse, ProcessKind
-from medialane.core.process.owner_lock import has_one_owner
-from medialane.core.process.phase import READY, enter_phase
-from medialane.core.process.stop import stopped_by_signals
-from medialane.core.process.systemd import watched
-from medialane.core.process.title import WARM, has_title
-from medialane.core.stage import prepared_stage
-from medialane.core.stats import StoreStats
-from medialane.core.tasks import first_of
-from medialane.core.watched_task import WatchedTask
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.peers.nixl.mover import NixlMover
-from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.prepare.prebuilt import ProcessorSource
+from medialane.runtime.linux import WARM, has_title
+from medialane.runtime.owner_lock import has_one_owner
+from medialane.runtime.phase import READY, enter_phase
+from medialane.runtime.resources import MemoryUse, children
+from medialane.runtime.stop import stopped_by_signals
+from medialane.runtime.systemd import watched
+from medialane.runtime.tasks import WatchedTask, first_of
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
 from medialane.store.known_features import KnownFeatures
 from medialane.store.media_leases import MAX_LEASES
 from medialane.store.messages import StoreStatus
+from medialane.transfer.nixl.mover import NixlMover
+from medialane.transfer.pulls import Pulls
+from medialane.types.errors import StartupFailed
+from medialane.types.hashing import digest
+from medialane.types.setting import format_bytes
+from medialane.types.stage import prepared_stage
+from medialane.types.stats import ProcessKind, StoreStats
 from medialane.wire.address import parse_unix
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from medialane.cli.reloading import Reloading, add_source
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, process_environ
-from medialane.core.process.title import set_title
 from medialane.observability.logging import configure
+from medialane.runtime.linux import set_title
 from medialane.wire.address import parse_unix
 from medialane.wire.listener import check_listen
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from medialane.core.byte_size import format_bytes
-from medialane.core.errors import MedialaneError, StartupFailed
-from medialane.core.stats import HoldRecord
 from medialane.store.client import StoreClient
 from medialane.store.messages import StoreHello, StoreStatus
+from medialane.types.errors import MedialaneError, StartupFailed
+from medialane.types.setting import format_bytes
+from medialane.types.stats import HoldRecord
 from medialane.wire.config import RpcConfig
 
 _TIMEOUT_S = 3.0

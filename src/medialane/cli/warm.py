@@ -30,16 +30,13 @@ import numpy as np
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.warm import receive_fork, receive_start
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
-from medialane.core.errors import StartupFailed
-from medialane.core.process import heartbeat
-from medialane.core.process.isolation import hide_memory
-from medialane.core.process.parent_death import signal_on_parent_death
-from medialane.core.process.phase import enter_phase
-from medialane.core.process.subreaper import fork_child_of
-from medialane.core.process.title import WARM, set_title
 from medialane.observability.logging import configure
 from medialane.prepare import prebuilt
 from medialane.prepare.confinement import require_one_thread
+from medialane.runtime import heartbeat
+from medialane.runtime.linux import WARM, fork_child_of, hide_memory, set_title, signal_on_parent_death
+from medialane.runtime.phase import enter_phase
+from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
 

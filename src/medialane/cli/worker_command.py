@@ -22,14 +22,14 @@ from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import ranks_per_worker
 from medialane.config import Config, SectionName, enter_environ, process_environ
-from medialane.core.errors import StartupFailed
-from medialane.core.process.phase import enter_phase
-from medialane.core.process.title import set_title
-from medialane.core.request import WorkerRole
-from medialane.core.watched_task import WatchedTask
 from medialane.observability.logging import configure
+from medialane.runtime.linux import set_title
+from medialane.runtime.phase import enter_phase
+from medialane.runtime.tasks import WatchedTask
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.simulated.serve import addresses_of
+from medialane.types.errors import StartupFailed
+from medialane.types.request import WorkerRole
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_unix
 from medialane.wire.listener import check_listen

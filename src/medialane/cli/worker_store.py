@@ -13,9 +13,8 @@ from functools import partial
 from medialane.cluster.child_process import ChildProcess
 from medialane.cluster.process_spec import INTERPRETER
 from medialane.config import Config, child_environ, process_environ
-from medialane.core.backoff import Backoff
-from medialane.core.process.owner_lock import try_lock
-from medialane.core.watched_task import WatchedTask
+from medialane.runtime.owner_lock import try_lock
+from medialane.runtime.tasks import Backoff, WatchedTask
 from medialane.wire.address import parse_unix
 from medialane.wire.listener import has_listener
 

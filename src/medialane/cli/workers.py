@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.cli.gateway_admin import KEY_HELP, GatewayAdmin, GatewayNotAnswering, add_gateway, connected
-from medialane.core.errors import StartupFailed
 from medialane.gateway.worker_control import WorkerInfo
+from medialane.types.errors import StartupFailed
 
 _POLL_S = 0.3
 _DEFAULT_TIMEOUT_S = 900.0

@@ -7,6 +7,6 @@ Importing this loads no torch: that is imported with the first tensor.
 """
 
 from medialane.client.features import Features, FeaturesReleased, ItemTensors, features
-from medialane.core.errors import StoreUnavailable, UnknownMedia
+from medialane.types.errors import StoreUnavailable, UnknownMedia
 
 __all__ = ["Features", "FeaturesReleased", "ItemTensors", "StoreUnavailable", "UnknownMedia", "features"]

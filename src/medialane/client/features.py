@@ -15,7 +15,7 @@ from typing import Any
 
 from medialane.arena import ArenaConfig
 from medialane.client.store_thread import StoreThread
-from medialane.core.errors import InvalidRequest
+from medialane.types.errors import InvalidRequest
 
 #: The fields of an item by name: a tensor, a plain value, or a list of these where the processor nests them.
 ItemTensors = Mapping[str, Any]

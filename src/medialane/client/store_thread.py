@@ -12,7 +12,10 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-from medialane.core.errors import (
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.store.link import StoreLink
+from medialane.store.messages import FindFeature, ItemFound
+from medialane.types.errors import (
     HandoverFailed,
     MedialaneError,
     NoWorkerReady,
@@ -20,11 +23,8 @@ from medialane.core.errors import (
     UnknownMedia,
     WorkerLost,
 )
-from medialane.core.feature import Feature
-from medialane.core.tasks import gather_or_cancel
-from medialane.core.tensor import TensorDescriptor
-from medialane.store.link import StoreLink
-from medialane.store.messages import FindFeature, ItemFound
+from medialane.types.feature import Feature
+from medialane.types.tensor import TensorDescriptor
 from medialane.wire.config import RpcConfig
 
 #: For what takes no longer than some messages.

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import torch
 
-from medialane.core.errors import InvalidFeature
-from medialane.core.feature import Feature
-from medialane.core.feature_header import Header, LargeTensor, Nested, Scalar, SmallTensor, Value
-from medialane.core.tensor import ITEM_BYTES, TensorDescriptor, TensorSpec
+from medialane.types.errors import InvalidFeature
+from medialane.types.feature import Feature
+from medialane.types.feature_header import Header, LargeTensor, Nested, Scalar, SmallTensor, Value
+from medialane.types.tensor import ITEM_BYTES, TensorDescriptor, TensorSpec
 
 _DECODER = msgspec.msgpack.Decoder(Header)
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}

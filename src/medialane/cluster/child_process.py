@@ -23,9 +23,9 @@ from contextlib import suppress
 
 from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
 from medialane.cluster.warm import WarmProcess
-from medialane.core.process.heartbeat import HangWatch, HeartbeatPipe
-from medialane.core.process.oom_kills import OomKills
-from medialane.core.process.parent_death import dies_with_this_process
+from medialane.runtime.heartbeat import HangWatch, HeartbeatPipe
+from medialane.runtime.linux import dies_with_this_process
+from medialane.runtime.resources import OomKills
 
 _POLL_S = 0.02
 #: How a process has ended that was asked to, and has drained (`ChildProcess.describe_exit`).

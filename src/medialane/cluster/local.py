@@ -25,9 +25,9 @@ from medialane.cluster.vllm_flags import (
 )
 from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
-from medialane.core.errors import StartupFailed
-from medialane.core.process.owner_lock import OwnedFolder
 from medialane.gateway.access import AccessKeys
+from medialane.runtime.owner_lock import OwnedFolder
+from medialane.types.errors import StartupFailed
 from medialane.wire import listener
 from medialane.wire.address import consecutive_ports, format_tcp
 from medialane.wire.listener import bind_http, check_listen

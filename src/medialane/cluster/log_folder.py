@@ -6,8 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from medialane.core.errors import StartupFailed
-from medialane.core.process.owner_lock import OwnedFolder, try_lock
+from medialane.runtime.owner_lock import OwnedFolder, try_lock
+from medialane.types.errors import StartupFailed
 
 #: Folders of failed runs that are kept; older ones are removed when the next run starts.
 NUM_KEPT = 5

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from medialane.cluster.model_hub import is_hub_name
 from medialane.cluster.vllm_flags import flag_value
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 #: What vLLM leaves out, too (`transformers_utils/repo_utils.py`): weights, and what no processor reads.
 _WEIGHTS = [

@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 #: Covers name resolution, TLS and both requests. Importing vLLM takes longer.
 DEADLINE_S = 4.0

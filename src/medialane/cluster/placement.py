@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from medialane.cluster.vllm_flags import flag_value, gpus_per_worker
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 #: vLLM's default of --gpu-memory-utilization, which workers on one GPU share.
 _GPU_MEMORY_UTILIZATION = 0.92

@@ -25,7 +25,7 @@ from pathlib import Path
 from medialane.cluster.model_hub import find_on_hub
 from medialane.cluster.placement import installed_version
 from medialane.cluster.vllm_flags import flag_table, flag_value, has_flag
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.server_flags import UNSUPPORTED_FLAGS
 
 #: As in vLLM's `validate_parsed_serve_args`.

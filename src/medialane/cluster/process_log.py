@@ -12,8 +12,8 @@ import re
 from collections import deque
 from pathlib import Path
 
-from medialane.core.private_file import write_private
 from medialane.observability.logging import REPORTED_ERROR, as_text, is_json
+from medialane.runtime.private_file import write_private
 
 _MAX_READ_BYTES = 1 << 18
 _NUM_TAIL_LINES = 200

@@ -17,11 +17,10 @@ from medialane.cluster.process_spec import INTERPRETER, NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
-from medialane.core.errors import StartupFailed
-from medialane.core.process.exits import ExitCounts
-from medialane.core.process.oom_kills import LACK_OF_MEMORY
-from medialane.core.process.phase import READY, Phase, PhaseFile
-from medialane.core.tasks import first_of
+from medialane.runtime.phase import READY, ExitCounts, Phase, PhaseFile
+from medialane.runtime.resources import LACK_OF_MEMORY
+from medialane.runtime.tasks import first_of
+from medialane.types.errors import StartupFailed
 
 POLL_S = 0.2
 #: Exits of a process that had become ready, while others are still starting, after which the start fails.

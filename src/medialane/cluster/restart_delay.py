@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from medialane.config.cluster import ClusterConfig
-from medialane.core.backoff import Backoff
+from medialane.runtime.tasks import Backoff
 
 #: Longest delay for a process that had become ready: what it needs is there, and its users wait for it.
 MAX_READY_S = 4.0

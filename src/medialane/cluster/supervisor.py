@@ -24,10 +24,10 @@ from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import ProcessSpec
 from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
 from medialane.config.cluster import ClusterConfig
-from medialane.core.errors import StartupFailed
-from medialane.core.process.exits import ExitCounts
-from medialane.core.process.subreaper import reap_orphans, set_subreaper
-from medialane.core.tasks import first_of
+from medialane.runtime.linux import reap_orphans, set_subreaper
+from medialane.runtime.phase import ExitCounts
+from medialane.runtime.tasks import first_of
+from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
 

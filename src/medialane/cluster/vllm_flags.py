@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 API_KEY, HF_TOKEN = "--api-key", "--hf-token"
 #: Flags whose values are secrets. `take_secrets` removes them.

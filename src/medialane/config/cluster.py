@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_bounds
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_bounds
 from medialane.wire.address import parse_tcp
 
 MIB = 1 << 20

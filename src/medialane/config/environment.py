@@ -24,10 +24,10 @@ import msgspec
 
 from medialane.config.loading import load_config
 from medialane.config.settings import PREFIX, Config, SectionName, settings
-from medialane.core.process.heartbeat import VARIABLE as HEARTBEAT
-from medialane.core.process.phase import VARIABLE as PHASE_FILE
-from medialane.core.process.systemd import VARIABLES as OF_SYSTEMD
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
+from medialane.runtime.heartbeat import VARIABLE as HEARTBEAT
+from medialane.runtime.phase import VARIABLE as PHASE_FILE
+from medialane.runtime.systemd import VARIABLES as OF_SYSTEMD
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
-from medialane.core.errors import StartupFailed
-from medialane.core.process.heartbeat import VARIABLE as HEARTBEAT
-from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
+from medialane.runtime.heartbeat import VARIABLE as HEARTBEAT
+from medialane.runtime.phase import VARIABLE as PHASE_FILE
+from medialane.types.errors import StartupFailed
 
 #: Names the file of settings in the environment.
 FILE: Final = PREFIX + "CONFIG"

@@ -17,18 +17,18 @@ from msgspec import field
 
 from medialane.arena.config import ArenaConfig
 from medialane.config.cluster import ClusterConfig
-from medialane.core.errors import StartupFailed
-from medialane.core.host import ascii_host
-from medialane.core.process.stop import StopConfig
-from medialane.core.setting import descriptions, is_secret
 from medialane.gateway.config import GatewayConfig, TransferConfig
 from medialane.gateway.recording.config import RecordingConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
 from medialane.routing.config import RoutingConfig
+from medialane.runtime.host import ascii_host
+from medialane.runtime.stop import StopConfig
 from medialane.store.config import StoreConfig
 from medialane.testing.simulated.config import SimulatedConfig
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import descriptions, is_secret
 from medialane.wire.config import RpcConfig
 from medialane.worker.config import WorkerConfig
 

@@ -37,8 +37,6 @@ from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
-from medialane.core.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
-from medialane.core.private_file import read_private
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.bodies import WITHOUT_BODY, replay
 from medialane.gateway.config import GatewayConfig
@@ -62,6 +60,8 @@ from medialane.gateway.operators.sessions import (
 )
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
+from medialane.runtime.private_file import read_private
+from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

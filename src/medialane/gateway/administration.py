@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from medialane.core.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
-from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
-from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
+from medialane.types.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from medialane.core.request import CompletionDelta, OutputDelta
+from medialane.types.request import CompletionDelta, OutputDelta
 
 
 class Choice:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
-from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange
 from medialane.prepare import AssembledPrompt, Assembler, ImageCost
+from medialane.types.feature import Feature, MediaPrompt, PlaceholderRange
 
 #: Limits for expansion on the event loop: 0.2 ms for an image of 1024x768, 0.5 ms for four, far below the 10 ms for
 #: which the loop may be blocked. A photo of 12 megapixels becomes 16,000 tokens, which takes that long.

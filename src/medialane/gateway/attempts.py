@@ -16,24 +16,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.core.continuation import Continuable
-from medialane.core.errors import (
-    AdapterChanged,
-    GenerationFailed,
-    HandoverFailed,
-    InvalidFeature,
-    MedialaneError,
-    MediaLost,
-    NoWorkerReady,
-    RequestEndsWorkers,
-    WorkerBusy,
-    WorkerDraining,
-    WorkerLost,
-)
-from medialane.core.feature import MediaPrompt, PreparedPrompt
-from medialane.core.kv_events import BlockIds
-from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.stage import StageChoice
 from medialane.gateway.admission import Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import prompt_for
@@ -48,6 +30,23 @@ from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.gateway.worker_pool import WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
+from medialane.types.errors import (
+    AdapterChanged,
+    GenerationFailed,
+    HandoverFailed,
+    InvalidFeature,
+    MedialaneError,
+    MediaLost,
+    NoWorkerReady,
+    RequestEndsWorkers,
+    WorkerBusy,
+    WorkerDraining,
+    WorkerLost,
+)
+from medialane.types.feature import MediaPrompt, PreparedPrompt
+from medialane.types.kv_events import BlockIds
+from medialane.types.request import Continuable, EngineRequest, OutputDelta
+from medialane.types.stage import StageChoice
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.retry_after import Places
-from medialane.core.tenant_lru import TenantShares
 from medialane.gateway.config import GatewayConfig
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
+from medialane.types.media_lease import TenantShares
+from medialane.types.retry_after import Places
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

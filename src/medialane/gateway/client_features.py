@@ -6,18 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from medialane.core.errors import InvalidFeature, InvalidRequest
-from medialane.core.feature import (
-    Feature,
-    FoundItem,
-    MediaPrompt,
-    PlacedFeature,
-    PlaceholderRange,
-    PreparedPrompt,
-    StagedItem,
-)
-from medialane.core.media import MediaRef
-from medialane.core.stage import BEST_STAGE
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.image_budget import ImageBudget
@@ -26,6 +14,18 @@ from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.scope import RequestScope
 from medialane.gateway.store_features import StoreFeatures
 from medialane.prepare.processor import ProcessedItem
+from medialane.types.errors import InvalidFeature, InvalidRequest
+from medialane.types.feature import (
+    Feature,
+    FoundItem,
+    MediaPrompt,
+    PlacedFeature,
+    PlaceholderRange,
+    PreparedPrompt,
+    StagedItem,
+)
+from medialane.types.media import MediaRef
+from medialane.types.stage import BEST_STAGE
 
 
 class ClientFeatures:

@@ -7,9 +7,10 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.remote_entry import MoverChoice
-from medialane.core.setting import (
+from medialane.gateway.transports import TransportChoice
+from medialane.types.errors import StartupFailed
+from medialane.types.feature import MoverChoice
+from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,8 +20,7 @@ from medialane.core.setting import (
     check_bounds,
     hidden,
 )
-from medialane.core.stage import StageChoice
-from medialane.gateway.transports import TransportChoice
+from medialane.types.stage import StageChoice
 from medialane.wire.address import parse_tcp
 
 

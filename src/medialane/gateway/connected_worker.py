@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from medialane.core.errors import StartupFailed
-from medialane.core.request import Endpoint, WorkerLoad, WorkerRole
 from medialane.gateway.worker_link.client import RpcClient
+from medialane.types.errors import StartupFailed
+from medialane.types.request import Endpoint, WorkerLoad, WorkerRole
 
 #: Processor settings that differ: name -> (ours, the worker's).
 Disagreements = Mapping[str, tuple[str | None, str | None]]

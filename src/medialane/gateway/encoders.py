@@ -24,12 +24,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.core.single_flight import SingleFlight
-from medialane.core.tasks import gather_or_cancel
-from medialane.core.tensor import TensorSpec
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import feature_payload
 from medialane.gateway.requests import RequestRecord
@@ -38,6 +32,11 @@ from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
+from medialane.runtime.tasks import SingleFlight, gather_or_cancel
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.types.tensor import TensorSpec
 
 if TYPE_CHECKING:
     from medialane.gateway.worker_link.client import RpcClient

@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from medialane.core.errors import MedialaneError, from_report
 from medialane.gateway.request_id import identified
 from medialane.gateway.scope import RequestScope
 from medialane.observability.logging import request_id
+from medialane.types.errors import MedialaneError, from_report
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Scope, Send

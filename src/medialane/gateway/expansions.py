@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from medialane.core.feature import MediaSpan
-from medialane.core.media import Modality
+from medialane.types.feature import MediaSpan
+from medialane.types.media import Modality
 
 #: Limit on the tokens of all expansions together (a 1024x768 image of Qwen2.5-VL has 999).
 MAX_TOKENS = 4 << 20

@@ -13,27 +13,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.continuation import Continuable
-from medialane.core.errors import (
-    ClientDisconnected,
-    ClientTooSlow,
-    FeatureUnsupported,
-    InvalidRequest,
-    MedialaneError,
-    PromptRejected,
-    PromptTooLong,
-    UnknownMedia,
-    WorkerLost,
-)
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
-from medialane.core.hashing import merged_options
-from medialane.core.kv_events import BlockIds
-from medialane.core.media import MediaRef, audio_io
-from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
-from medialane.core.stats import WaitStats
-from medialane.core.wave import wave_size
 from medialane.gateway.administration import administer
 from medialane.gateway.admission import Admission, Queues, SharedCounts, Ticket
 from medialane.gateway.assembly import Assembly
@@ -50,10 +29,30 @@ from medialane.gateway.route import Routes
 from medialane.gateway.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.transports import Transports
+from medialane.gateway.wave import wave_size
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import (
+    ClientDisconnected,
+    ClientTooSlow,
+    FeatureUnsupported,
+    InvalidRequest,
+    MedialaneError,
+    PromptRejected,
+    PromptTooLong,
+    UnknownMedia,
+    WorkerLost,
+)
+from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.types.hashing import merged_options
+from medialane.types.kv_events import BlockIds
+from medialane.types.media import MediaRef, audio_io
+from medialane.types.request import Continuable, EngineRequest, OutputDelta
+from medialane.types.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
+from medialane.types.stats import WaitStats
 
 if TYPE_CHECKING:
     from medialane.routing import Router

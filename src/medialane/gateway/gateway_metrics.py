@@ -26,9 +26,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.scrape import MIN_INTERVAL_S, PATH, TIMEOUT_S
 from medialane.observability.metrics import Metrics
+from medialane.runtime.tasks import gather_or_cancel
 from medialane.wire.listener import bind_unix
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,11 @@ from contextlib import aclosing
 
 import msgspec
 
-from medialane.core.continuation import Continuable
-from medialane.core.errors import WorkerLost
-from medialane.core.request import OutputDelta
-from medialane.core.tasks import merged
 from medialane.gateway.answer import Answer, Choice
 from medialane.gateway.attempts import Attempts, Call, Sender
+from medialane.runtime.tasks import merged
+from medialane.types.errors import WorkerLost
+from medialane.types.request import Continuable, OutputDelta
 
 
 class Generation:

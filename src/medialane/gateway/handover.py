@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
-from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import StageTimeline
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
+from medialane.types.request import ExpandedPrompt, Prompt, SourcePrompt
 
 
 async def prompt_for(

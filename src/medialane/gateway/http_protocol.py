@@ -26,7 +26,11 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from medialane.core.errors import (
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.error_responses import error_body, error_headers
+from medialane.gateway.request_id import HEADER, new_id
+from medialane.observability.logging import request_id
+from medialane.types.errors import (
     ClientTooSlow,
     HeaderTooLarge,
     InvalidBody,
@@ -34,10 +38,6 @@ from medialane.core.errors import (
     TargetTooLong,
     TooManyConnections,
 )
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_responses import error_body, error_headers
-from medialane.gateway.request_id import HEADER, new_id
-from medialane.observability.logging import request_id
 
 logger = logging.getLogger(__name__)
 

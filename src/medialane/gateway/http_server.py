@@ -14,9 +14,9 @@ from typing import Any
 
 import uvicorn
 
-from medialane.core.errors import StartupFailed
 from medialane.gateway.client_address import RestoredClient
 from medialane.gateway.http_protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
+from medialane.types.errors import StartupFailed
 from medialane.wire.acceptor import Acceptor
 
 logger = logging.getLogger(__name__)

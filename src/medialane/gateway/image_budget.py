@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from medialane.core.errors import prompt_too_long
-from medialane.core.hashing import merged_options
-from medialane.core.media import MediaRef
 from medialane.gateway.admission import MustWait, Preparation
 from medialane.gateway.assembly import Assembly
+from medialane.types.errors import prompt_too_long
+from medialane.types.hashing import merged_options
+from medialane.types.media import MediaRef
 
 
 class _Image(NamedTuple):

@@ -14,23 +14,22 @@ from urllib.parse import parse_qsl
 import msgspec
 from blake3 import blake3
 
-from medialane.core.errors import (
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.intake.extraction import check_salt
+from medialane.gateway.scope import RequestScope, current_scope
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.store.link import StoreLink
+from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, Proceed, PutMedia, Question, SendData
+from medialane.types.errors import (
     ClientDisconnected,
     EmptyMedia,
     InvalidRequest,
     ProtocolViolation,
     StoreUnavailable,
 )
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import Alias, Modality
-from medialane.core.media_lease import LeasedMedia, is_hash, salt_of
-from medialane.core.modalities import MODALITIES
-from medialane.core.tensor import ArenaRange
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.extraction import check_salt
-from medialane.gateway.scope import RequestScope, current_scope
-from medialane.store.link import StoreLink
-from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, Proceed, PutMedia, Question, SendData
+from medialane.types.media import MODALITIES, Alias, Modality
+from medialane.types.media_lease import LeasedMedia, is_hash, salt_of
+from medialane.types.tensor import ArenaRange
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Receive, Scope, Send

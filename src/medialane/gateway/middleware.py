@@ -16,10 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from medialane.core.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.modalities import MODALITIES
-from medialane.core.taker import TAKER
 from medialane.gateway.access import given_key
 from medialane.gateway.access_log import log_end
 from medialane.gateway.admission import Queues
@@ -47,6 +43,10 @@ from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.taker import TAKER
+from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
+from medialane.types.media import MODALITIES
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

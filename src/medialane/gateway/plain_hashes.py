@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from medialane.core.errors import InvalidRequest
-from medialane.core.feature import MediaPrompt, PreparedPrompt
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import DECODED, MediaRef, MediaSize
-from medialane.core.media_hash import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
-from medialane.core.media_lease import is_leased
-from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.store_features import StoreFeatures
 from medialane.media import MediaConfig, sniff_image
 from medialane.media.published_image import PIXMAP_TYPE
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.errors import InvalidRequest
+from medialane.types.feature import MediaPrompt, PreparedPrompt
+from medialane.types.hashing import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
+from medialane.types.media import DECODED, MediaRef, MediaSize
+from medialane.types.media_lease import is_leased
 
 
 class PlainHashes:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from medialane.core.media import MediaRef
+from medialane.types.media import MediaRef
 
 #: Scheme of all references. Clients must not use it as a URL.
 REFERENCE_SCHEME = "medialane:"

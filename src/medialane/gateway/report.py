@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from medialane.core.feature import MediaSpan, StagedItem
-from medialane.core.media import MediaSize, Modality
-from medialane.core.remote_entry import MoverName
-from medialane.core.request import Alternative, OutputDelta, RoutingDecision
-from medialane.core.stage import StageName
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import StageTimeline
+from medialane.types.feature import MediaSpan, MoverName, StagedItem
+from medialane.types.media import MediaSize, Modality
+from medialane.types.request import Alternative, OutputDelta, RoutingDecision
+from medialane.types.stage import StageName
 
 Cache = Literal["hit", "miss", "none"]
 

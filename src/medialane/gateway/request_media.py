@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 
 from medialane.arena import describe
-from medialane.core.errors import HandoverFailed, MedialaneError
-from medialane.core.feature import Feature, FoundItem, MediaPrompt, StagedItem
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.stage import BEST_STAGE, STAGES, StageName
-from medialane.core.tasks import gather_or_cancel
-from medialane.core.tensor import TensorSpec
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.scope import RequestScope
 from medialane.gateway.store_features import StoreFeatures
 from medialane.observability.timeline import StageTimeline
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.errors import HandoverFailed, MedialaneError
+from medialane.types.feature import Feature, FoundItem, MediaPrompt, StagedItem
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.stage import BEST_STAGE, STAGES, StageName
+from medialane.types.tensor import TensorSpec
 
 logger = logging.getLogger(__name__)
 

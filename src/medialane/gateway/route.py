@@ -9,11 +9,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.core.block_hash import prompt_block_ids, token_array
-from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
-from medialane.core.kv_events import BlockIds
-from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.stats import RoutingStats, WaitStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.routed_worker import RoutedWorker
@@ -22,6 +17,11 @@ from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing import RoutedRequest, Router, RoutingRequest
+from medialane.types.block_hash import prompt_block_ids, token_array
+from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
+from medialane.types.kv_events import BlockIds
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.stats import RoutingStats, WaitStats
 
 logger = logging.getLogger(__name__)
 

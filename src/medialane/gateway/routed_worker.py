@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from medialane.core.kv_events import KvChange
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import WorkerLoad, WorkerState
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.routing import AnnouncedReservation, Router
+from medialane.types.kv_events import KvChange
+from medialane.types.request import WorkerLoad, WorkerState
+from medialane.types.stats import PendingWork
 
 logger = logging.getLogger(__name__)
 

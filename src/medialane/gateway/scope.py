@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from medialane.core.errors import (
+from medialane.gateway.bodies import BudgetCharge
+from medialane.gateway.references import References
+from medialane.gateway.requests import RequestRecord
+from medialane.gateway.trace import RequestTrace
+from medialane.types.errors import (
     ClientDisconnected,
     ErrorReport,
     InvalidBody,
@@ -26,13 +30,9 @@ from medialane.core.errors import (
     MedialaneError,
     to_report,
 )
-from medialane.core.hashing import owner_salt
-from medialane.core.media import MediaRef
-from medialane.core.media_lease import TENANT
-from medialane.gateway.bodies import BudgetCharge
-from medialane.gateway.references import References
-from medialane.gateway.requests import RequestRecord
-from medialane.gateway.trace import RequestTrace
+from medialane.types.hashing import owner_salt
+from medialane.types.media import MediaRef
+from medialane.types.media_lease import TENANT
 
 if TYPE_CHECKING:  # admission defers to scopes
     from medialane.gateway.admission import Arrival, Preparation, Tenant

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.collectors import Memory
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror
+from medialane.runtime.tasks import gather_or_cancel
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -12,20 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.arena import ENTRY_HEADER_BYTES, layout
-from medialane.core.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
-from medialane.core.feature import Feature, FoundItem, Hold
-from medialane.core.hashing import content_hash, feature_key, merged_options, tensors_key
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize, naming
-from medialane.core.stats import PoolStats
-from medialane.core.tensor import ArenaRange
-from medialane.core.wave import wave_bytes
 from medialane.gateway.admission import MustWait
 from medialane.gateway.image_budget import ImageBudget
+from medialane.gateway.wave import wave_bytes
 from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.processor import Described, ProcessedItem
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store.hold_cache import HoldCache, StoreHold
 from medialane.store.link import StoreLink
 from medialane.store.messages import (
@@ -45,6 +39,12 @@ from medialane.store.messages import (
     ResolveAlias,
     SendData,
 )
+from medialane.types.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
+from medialane.types.feature import Feature, FoundItem, Hold
+from medialane.types.hashing import content_hash, feature_key, merged_options, tensors_key
+from medialane.types.media import EncodedMedia, MediaRef, MediaSize, naming
+from medialane.types.stats import PoolStats
+from medialane.types.tensor import ArenaRange
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from medialane.core.errors import MedialaneError
-from medialane.core.request import EngineRequest, OutputDelta
 from medialane.gateway.requests.item_record import HASH_DIGITS, ItemRecord
 from medialane.gateway.requests.record import RequestRecord
 from medialane.observability.timeline import Step
 from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
 from medialane.routing import RoutedRequest
+from medialane.types.errors import MedialaneError
+from medialane.types.request import EngineRequest, OutputDelta
 
 if TYPE_CHECKING:
     from medialane.gateway.transports import TransferPath

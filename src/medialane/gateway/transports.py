@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from medialane.core.errors import HandoverFailed, StoreUnavailable
-from medialane.core.feature import MediaPayload
-from medialane.core.remote_entry import MoverChoice, MoverName
-from medialane.core.request import Prompt
-from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName
-from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.timeline import StageTimeline
+from medialane.types.errors import HandoverFailed, StoreUnavailable
+from medialane.types.feature import MediaPayload, MoverChoice, MoverName
+from medialane.types.request import Prompt
+from medialane.types.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName
+from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor
 
 if TYPE_CHECKING:  # the settings import this module
     from medialane.gateway.worker_link.link import WorkerLink

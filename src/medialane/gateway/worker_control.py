@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.errors import InvalidRequest, NoWorkerReady
-from medialane.core.request import WorkerRole, WorkerState
 from medialane.gateway.gateway_metrics import AskOthers, no_others
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
+from medialane.types.errors import InvalidRequest, NoWorkerReady
+from medialane.types.request import WorkerRole, WorkerState
 
 #: What gateways of a port ask each other: the workers that one is connected to.
 CONNECTED = "connected-workers"

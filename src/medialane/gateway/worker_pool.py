@@ -15,18 +15,18 @@ from functools import partial
 
 import msgspec
 
-from medialane.core.errors import (
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.connected_worker import check_same_model
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link.link import JoinListener, WorkerLink, name_taken
+from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,
     NoWorkerReady,
     WorkerLost,
 )
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
-from medialane.core.retry_after import Outage
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.connected_worker import check_same_model
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.gateway.worker_link.link import JoinListener, WorkerLink, name_taken
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
+from medialane.types.retry_after import Outage
 from medialane.wire.protocol import Join
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
-from medialane.core.media import AudioSamples, MediaSize
 from medialane.media.config import MediaConfig
 from medialane.media.container import AudioType, MemoryFile, check_references, sniff_audio
+from medialane.types.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
+from medialane.types.media import AudioSamples, MediaSize
 
 # Both are optional: images need neither. Imported here, before preparers are forked, so that all share their pages.
 try:

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.host import ascii_host, ascii_name
-from medialane.core.media import Modality
-from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.runtime.host import ascii_host, ascii_name
+from medialane.types.errors import StartupFailed
+from medialane.types.media import Modality
+from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 MIB = 1 << 20
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from medialane.core.errors import EmptyMedia, MediaTooLarge, UnsupportedMediaType
 from medialane.media.config import MediaConfig
+from medialane.types.errors import EmptyMedia, MediaTooLarge, UnsupportedMediaType
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

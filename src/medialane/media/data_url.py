@@ -8,7 +8,7 @@ from binascii import Error as Base64Error
 
 import pybase64
 
-from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
+from medialane.types.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
 
 #: Maximum length before the comma. Media types with parameters have tens of characters.
 _MAX_HEADER_CHARS = 1024

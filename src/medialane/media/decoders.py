@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.core.errors import UnsupportedMediaType
-from medialane.core.media import AudioIo, Decoded, FrameSampler, MediaSize, Modality
-from medialane.core.modalities import MODALITIES
 from medialane.media.audio import check_audio, decode_audio, measure_audio
 from medialane.media.config import MediaConfig
 from medialane.media.container import sniff_audio, sniff_video
@@ -27,6 +24,8 @@ from medialane.media.image import check_image, decode_image, measure_image
 from medialane.media.image_header import sniff_image
 from medialane.media.kinds import Kind, Kinds, Load, audio_kind, audio_kinds, image_kinds, load, video_kinds
 from medialane.media.published_image import PIXMAP_TYPE, decode_pixmap, pixmap_size
+from medialane.types.errors import UnsupportedMediaType
+from medialane.types.media import MODALITIES, AudioIo, Decoded, FrameSampler, MediaSize, Modality
 
 # PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
 # forked, so that all share its pages.

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from medialane.core.embeds import UNNAMED, Embeds, EmbedsTensor, encode_embeds
-from medialane.core.errors import InvalidEmbeds, MedialaneError
-from medialane.core.tensor import ITEM_BYTES, TensorSpec
 from medialane.media.data_url import decode_base64
+from medialane.types.errors import InvalidEmbeds, MedialaneError
+from medialane.types.tensor import ITEM_BYTES, UNNAMED, Embeds, EmbedsTensor, TensorSpec, encode_embeds
 
 Bytes = bytes | bytearray | memoryview
 

@@ -8,15 +8,15 @@ from typing import Self
 
 from aiohttp.abc import AbstractResolver
 
-from medialane.core.errors import MediaFetchTimeout
-from medialane.core.media import MediaRef, Modality
-from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
-from medialane.core.single_flight import SingleFlight
 from medialane.media.body import Body
 from medialane.media.config import MediaConfig
 from medialane.media.http_cache import KnownUrl, UrlCache, url_key
 from medialane.media.http_source import HttpSource, Received
 from medialane.media.local_files import LocalFiles
+from medialane.media.name_records import NOT_KEPT, NameRecords, boot_time
+from medialane.runtime.tasks import SingleFlight
+from medialane.types.errors import MediaFetchTimeout
+from medialane.types.media import MediaRef, Modality
 
 OpenBody = Callable[[Modality, str, int], Body]
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from medialane.core.errors import MediaOverloaded
+from medialane.types.errors import MediaOverloaded
 
 #: How often places are taken from slow holders while somebody waits: one for each waiting host.
 _REVOKE_INTERVAL_S = 0.25

@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from medialane.core.name_records import NOT_KEPT, NameRecords
+from medialane.media.name_records import NOT_KEPT, NameRecords
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 

@@ -36,7 +36,12 @@ from aiohttp.http import RawResponseMessage
 from blake3 import blake3
 from yarl import URL
 
-from medialane.core.errors import (
+from medialane.media.body import Body
+from medialane.media.config import FetchLimits, MediaConfig
+from medialane.media.host_places import FetchTime, HostPlaces, Place
+from medialane.media.http_cache import Freshness, Validators, freshness_of, url_digest
+from medialane.media.url_guard import UrlGuard, unwrap
+from medialane.types.errors import (
     EmptyMedia,
     MediaFetchFailed,
     MediaFetchTimeout,
@@ -44,13 +49,8 @@ from medialane.core.errors import (
     MediaTooLarge,
     TooManyRedirects,
     UpstreamFailed,
+    raise_exhausted,
 )
-from medialane.core.own_fault import raise_exhausted
-from medialane.media.body import Body
-from medialane.media.config import FetchLimits, MediaConfig
-from medialane.media.host_places import FetchTime, HostPlaces, Place
-from medialane.media.http_cache import Freshness, Validators, freshness_of, url_digest
-from medialane.media.url_guard import UrlGuard, unwrap
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 

@@ -31,11 +31,10 @@ from PIL import (
 )
 from PIL import Image as PILImage
 
-from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
-from medialane.core.media import Image, MediaSize
-from medialane.core.own_fault import own_fault
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_limits, has_too_many_scans, sniff_image
+from medialane.types.errors import ImageTooComplex, ImageTooLarge, InvalidImage, own_fault
+from medialane.types.media import Image, MediaSize
 
 #: The only plugin allowed to open each type; importing it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from medialane.core.errors import (
+from medialane.media.config import MediaConfig
+from medialane.types.errors import (
     EmptyMedia,
     ImageTooComplex,
     ImageTooLarge,
@@ -22,7 +23,6 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media.config import MediaConfig
 
 ImageType = Literal["image/jpeg", "image/png", "image/webp", "image/gif", "image/avif", "image/bmp"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from PIL import features
 
-from medialane.core.media import Modality
+from medialane.types.media import Modality
 
 #: A module, or the reason why it cannot be loaded.
 Library = ModuleType | str

@@ -21,18 +21,18 @@ from urllib.parse import unquote
 
 from blake3 import blake3
 
-from medialane.core.errors import (
+from medialane.media.body import Body
+from medialane.media.config import FetchLimits
+from medialane.runtime.linux import last_error, libc
+from medialane.types.errors import (
     EmptyMedia,
     InvalidMediaUrl,
     MediaFetchFailed,
     MediaFetchTimeout,
     MediaTooLarge,
     MediaUrlForbidden,
+    raise_exhausted,
 )
-from medialane.core.own_fault import raise_exhausted
-from medialane.core.process.libc import last_error, libc
-from medialane.media.body import Body
-from medialane.media.config import FetchLimits
 
 _SYS_OPENAT2 = 437  # the same on every architecture: /usr/include/asm-generic/unistd.h
 _RESOLVE_NO_MAGICLINKS = 0x02

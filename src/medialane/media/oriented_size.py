@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 import struct
 
-from medialane.core.media import MediaSize
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import APP1, MAX_EXIF_BYTES, SOS, has_too_many_scans, jpeg_segments, sniff_image
+from medialane.types.media import MediaSize
 
 #: EXIF's tag of the orientation (TIFF 6.0, section 8), a SHORT. Values above 4 swap width and height.
 _ORIENTATION = 0x0112

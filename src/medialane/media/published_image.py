@@ -13,11 +13,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidImage, MediaUrlForbidden, UnsupportedMediaType
-from medialane.core.media import Image, Modality
 from medialane.media.config import MediaConfig
 from medialane.media.data_url import decode_base64, parse_header, split_data_url
 from medialane.media.image_header import check_limits
+from medialane.types.errors import InvalidImage, MediaUrlForbidden, UnsupportedMediaType
+from medialane.types.media import Image, Modality
 
 RDMA_TYPE = "application/x-rdma-metadata+json"
 PIXMAP_TYPE = "image/x-portable-pixmap"

@@ -20,9 +20,9 @@ from typing import Final
 
 from yarl import URL
 
-from medialane.core.errors import InvalidMediaUrl, MediaUrlForbidden, UnsupportedUrlScheme, UpstreamFailed
-from medialane.core.host import ascii_name
 from medialane.media.config import MediaConfig
+from medialane.runtime.host import ascii_name
+from medialane.types.errors import InvalidMediaUrl, MediaUrlForbidden, UnsupportedUrlScheme, UpstreamFailed
 
 Address = IPv4Address | IPv6Address
 

@@ -14,7 +14,12 @@ import pybase64
 from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
-from medialane.core.errors import (
+from medialane.media.config import MediaConfig
+from medialane.media.container import check_references
+from medialane.media.image import decode_image
+from medialane.media.image_header import Sniffed, sniff_image
+from medialane.media.video_capture import UNOPENABLE, Capture, FrameTable, FrameTableMismatch, open_container
+from medialane.types.errors import (
     EmptyMedia,
     ImageTooLarge,
     InvalidBase64,
@@ -26,12 +31,7 @@ from medialane.core.errors import (
     VideoTooLarge,
     VideoTooLong,
 )
-from medialane.core.media import Video, VideoSource
-from medialane.media.config import MediaConfig
-from medialane.media.container import check_references
-from medialane.media.image import decode_image
-from medialane.media.image_header import Sniffed, sniff_image
-from medialane.media.video_capture import UNOPENABLE, Capture, FrameTable, FrameTableMismatch, open_container
+from medialane.types.media import Video, VideoSource
 
 _Pixels = NDArray[np.uint8]
 

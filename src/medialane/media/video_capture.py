@@ -25,9 +25,9 @@ import numpy as np
 from av.container import InputContainer
 from av.video.stream import VideoStream
 
-from medialane.core.errors import InvalidVideo, VideoTooLarge, VideoTooLong
 from medialane.media.config import MediaConfig
 from medialane.media.container import MemoryFile
+from medialane.types.errors import InvalidVideo, VideoTooLarge, VideoTooLong
 
 UNOPENABLE = "the video cannot be opened"
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from medialane.core.process.exits import ProcessExits
-from medialane.core.process.memory import ProcessKind
-from medialane.core.request import WORKER_STATES, Endpoint
-from medialane.core.stats import (
+from medialane.runtime.phase import ProcessExits
+from medialane.types.request import WORKER_STATES, Endpoint
+from medialane.types.stats import (
     ArenaStats,
     EmbeddingStats,
     MediaLeaseStats,
     PoolStats,
+    ProcessKind,
     PullStats,
     QueueStats,
     RoutingStats,

@@ -15,10 +15,6 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from medialane.core.process.exits import ProcessExits
-from medialane.core.process.memory import ProcessKind
-from medialane.core.request import Endpoint
-from medialane.core.stats import QueueStats, RoutingStats, StoreStats, WaitStats
 from medialane.observability.collectors import (
     Memory,
     connection_metrics,
@@ -33,6 +29,9 @@ from medialane.observability.collectors import (
 )
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
+from medialane.runtime.phase import ProcessExits
+from medialane.types.request import Endpoint
+from medialane.types.stats import ProcessKind, QueueStats, RoutingStats, StoreStats, WaitStats
 
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)

@@ -18,7 +18,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from medialane import __version__
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 if TYPE_CHECKING:  # the SDK is loaded only if requests are traced
     from opentelemetry.context import Context

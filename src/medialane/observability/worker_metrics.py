@@ -17,8 +17,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import METRIC_TYPES, Metric
 
-from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
-from medialane.core.process.memory import ProcessKind
+from medialane.types.stats import MetricChanges, MetricFamily, MetricSeries, ProcessKind
 
 #: Only vLLM's metrics: `process_` and `python_` would be mistaken for those of the gateway's process.
 PREFIX = "vllm:"

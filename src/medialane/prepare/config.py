@@ -7,8 +7,8 @@ import os
 import msgspec
 from msgspec import field
 
-from medialane.core.media import Modality
-from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.types.media import Modality
+from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 GIB = 1024 * 1024 * 1024
 

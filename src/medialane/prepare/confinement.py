@@ -17,9 +17,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from medialane.core.errors import StartupFailed
-from medialane.core.process.libc import last_error, libc
-from medialane.core.process.parent_death import signal_on_parent_death
+from medialane.runtime.linux import last_error, libc, signal_on_parent_death
+from medialane.types.errors import StartupFailed
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x2008_0522

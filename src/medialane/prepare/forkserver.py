@@ -34,9 +34,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from medialane.core.errors import MedialaneError, StartupFailed
-from medialane.core.process.heartbeat import BEAT_S
-from medialane.core.process.title import set_title
 from medialane.observability.logging import configure_child
 from medialane.prepare import confinement
 from medialane.prepare.forkserver_environment import enter
@@ -60,6 +57,9 @@ from medialane.prepare.preparer import Preparer
 from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, available
+from medialane.runtime.heartbeat import BEAT_S
+from medialane.runtime.linux import set_title
+from medialane.types.errors import MedialaneError, StartupFailed
 from medialane.wire.child_channel import receive, send
 
 logger = logging.getLogger(__name__)

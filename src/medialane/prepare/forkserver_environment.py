@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
+from medialane.runtime.phase import VARIABLE as PHASE_FILE
 
 _MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 _TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024

@@ -20,11 +20,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from medialane.core.backoff import Backoff
-from medialane.core.errors import StartupFailed
-from medialane.core.process.heartbeat import HangWatch
-from medialane.core.process.oom_kills import OomKills
-from medialane.core.tasks import first_of
 from medialane.prepare import prebuilt
 from medialane.prepare.forkserver_environment import exec_environ
 from medialane.prepare.messages import (
@@ -47,6 +42,10 @@ from medialane.prepare.prebuilt import ProcessorSource
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.process_memory import read_into
 from medialane.prepare.sandbox import Sandbox
+from medialane.runtime.heartbeat import HangWatch
+from medialane.runtime.resources import OomKills
+from medialane.runtime.tasks import Backoff, first_of
+from medialane.types.errors import StartupFailed
 from medialane.wire.child_channel import ChannelToChild, child_channel
 
 logger = logging.getLogger(__name__)

@@ -17,18 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
-from medialane.core.errors import (
-    MedialaneError,
-    MediaTooLarge,
-    PreparationFailed,
-    PreparerCrashed,
-    PreparerTimeout,
-    Unavailable,
-)
-from medialane.core.feature import Feature
-from medialane.core.process.cpu_time import activity, cpu_seconds
-from medialane.core.remote_entry import EntryKind
-from medialane.core.tensor import TensorDescriptor
 from medialane.prepare.job_queue import Job, JobResult, JobValue
 from medialane.prepare.messages import (
     BlankDescribed,
@@ -48,6 +36,17 @@ from medialane.prepare.messages import (
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.quarantine import Quarantine
 from medialane.prepare.reported_error import reported_error
+from medialane.runtime.resources import activity, cpu_seconds
+from medialane.types.errors import (
+    MedialaneError,
+    MediaTooLarge,
+    PreparationFailed,
+    PreparerCrashed,
+    PreparerTimeout,
+    Unavailable,
+)
+from medialane.types.feature import EntryKind, Feature
+from medialane.types.tensor import TensorDescriptor
 
 logger = logging.getLogger(__name__)
 

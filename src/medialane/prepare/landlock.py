@@ -12,7 +12,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from medialane.core.process.libc import last_error, libc
+from medialane.runtime.linux import last_error, libc
 
 # The same numbers on all architectures.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446

@@ -48,13 +48,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from medialane.core.errors import ErrorReport, PreparationFailed
-from medialane.core.feature import MAX_HEADER_BYTES, Header
-from medialane.core.media import EncodedMedia, MediaSize, Modality
-from medialane.core.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
 from medialane.media import MediaConfig
 from medialane.prepare.processor import Described
 from medialane.prepare.sandbox import Sandbox
+from medialane.types.errors import ErrorReport, PreparationFailed
+from medialane.types.feature import MAX_HEADER_BYTES, Header
+from medialane.types.media import EncodedMedia, MediaSize, Modality
+from medialane.types.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
 
 #: Below the kernel's default send buffer (212 992), so that a packet is never split.
 MAX_CONTROL_BYTES = 128 * 1024

@@ -21,12 +21,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from medialane.arena import Arena, Lease
-from medialane.core.backoff import Backoff
-from medialane.core.errors import MedialaneError, StartupFailed, Unavailable
-from medialane.core.feature import Feature
-from medialane.core.media import EncodedMedia, MediaSize, Modality
-from medialane.core.retry_after import Outage
-from medialane.core.stats import PoolStats
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import prebuilt
@@ -47,6 +41,12 @@ from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Prepar
 from medialane.prepare.processor import Described
 from medialane.prepare.quarantine import Quarantine
 from medialane.prepare.sandbox import WRITE_ARENA
+from medialane.runtime.tasks import Backoff
+from medialane.types.errors import MedialaneError, StartupFailed, Unavailable
+from medialane.types.feature import Feature
+from medialane.types.media import EncodedMedia, MediaSize, Modality
+from medialane.types.retry_after import Outage
+from medialane.types.stats import PoolStats
 
 logger = logging.getLogger(__name__)
 

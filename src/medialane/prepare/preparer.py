@@ -19,10 +19,6 @@ import time
 from collections.abc import Sequence
 
 from medialane.arena import ArenaView, ClientSlot, describe
-from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
-from medialane.core.feature import MAX_HEADER_BYTES
-from medialane.core.media import MAX_METADATA_BYTES, EncodedMedia, MediaSize
-from medialane.core.tensor import MAX_TENSORS, ArenaRange, TensorSpec
 from medialane.media import decode, measure, probe
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
@@ -49,6 +45,10 @@ from medialane.prepare.messages import (
 from medialane.prepare.process_memory import address_of, allow_reader
 from medialane.prepare.processor import ProcessedItem, Processor, decoded_item
 from medialane.prepare.sandbox import Sandbox
+from medialane.types.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
+from medialane.types.feature import MAX_HEADER_BYTES
+from medialane.types.media import MAX_METADATA_BYTES, EncodedMedia, MediaSize
+from medialane.types.tensor import MAX_TENSORS, ArenaRange, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from medialane.arena import Arena
-from medialane.core.backoff import Backoff
-from medialane.core.errors import MedialaneError, PreparerCrashed, PreparerTimeout, Unavailable
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
 from medialane.prepare.job_run import JobRunner, to_the_end
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.quarantine import Quarantine
+from medialane.runtime.tasks import Backoff
+from medialane.types.errors import MedialaneError, PreparerCrashed, PreparerTimeout, Unavailable
 
 logger = logging.getLogger(__name__)
 

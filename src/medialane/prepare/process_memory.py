@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
-from medialane.core.process.libc import last_error, libc
+from medialane.runtime.linux import last_error, libc
 
 _PR_SET_PTRACER = 0x5961_6D61
 

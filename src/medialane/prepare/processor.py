@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.core.errors import UnsupportedMediaType
-from medialane.core.feature import Feature, Header, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, MediaSize, Modality, Video
-from medialane.core.stage import StageName
-from medialane.core.tensor import TensorSpec
+from medialane.types.errors import UnsupportedMediaType
+from medialane.types.feature import Feature, Header, PlaceholderRange
+from medialane.types.media import Decoded, FrameBatch, MediaSize, Modality, Video
+from medialane.types.stage import StageName
+from medialane.types.tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

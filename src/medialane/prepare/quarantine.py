@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from cachetools import TTLCache
 
-from medialane.core.errors import PreparerCrashed
+from medialane.types.errors import PreparerCrashed
 
 logger = logging.getLogger(__name__)
 

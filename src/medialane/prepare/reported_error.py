@@ -7,8 +7,8 @@ from __future__ import annotations
 import logging
 import re
 
-from medialane.core import errors
-from medialane.core.errors import ErrorReport, MedialaneError, PreparationFailed
+from medialane.types import errors
+from medialane.types.errors import ErrorReport, MedialaneError, PreparationFailed
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from medialane.core.process.libc import last_error, libc
+from medialane.runtime.linux import last_error, libc
 
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2

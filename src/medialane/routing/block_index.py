@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from medialane.core.kv_events import BlockIds
+from medialane.types.kv_events import BlockIds
 
 #: Longest prefixes of a prompt by slot, longest first: a number of blocks (or tokens), and the slots that have it, as a
 #: bit mask. A slot is in one mask at most.

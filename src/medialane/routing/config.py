@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 PolicyName = Literal["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 

@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from medialane.core.feature import MediaSpan
-from medialane.core.request import CostParts
 from medialane.routing.config import RoutingConfig
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Slot
+from medialane.types.feature import MediaSpan
+from medialane.types.request import CostParts
 
 _MIB: Final = 1 << 20
 #: Embeddings of an item whose count is not known yet: about those of an image of 1024x768.

@@ -16,8 +16,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final
 
-from medialane.core.kv_events import BlockIds
 from medialane.routing.block_index import Prefixes
+from medialane.types.kv_events import BlockIds
 
 #: The shortest prefix of a longer prompt that is stored, in blocks.
 _FIRST_LENGTH: Final = 9

@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from medialane.core.kv_events import BlockIds
+from medialane.types.kv_events import BlockIds
 
 logger = logging.getLogger(__name__)
 

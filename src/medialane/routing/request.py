@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from medialane.core.feature import MediaSpan
-from medialane.core.kv_events import BlockIds
-from medialane.core.request import ModelCard
+from medialane.types.feature import MediaSpan
+from medialane.types.kv_events import BlockIds
+from medialane.types.request import ModelCard
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):

@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from medialane.core.pending_work import MAX_ITEMS, PendingWork
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.cost import SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
@@ -17,6 +16,7 @@ from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
 from medialane.routing.prediction import Expectation, PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Slot, SlotTable
+from medialane.types.stats import MAX_ITEMS, PendingWork
 
 #: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
 #: (`worker.block_reports`), and event loops under load lag. Long enough for that, and short compared with the turnover

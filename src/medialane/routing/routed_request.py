@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from cachetools import TTLCache
 
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import Alternative, RoutingDecision
-from medialane.core.retry_after import Places
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
 from medialane.routing.slots import Slot, WorkerRank
+from medialane.types.request import Alternative, RoutingDecision
+from medialane.types.retry_after import Places
+from medialane.types.stats import PendingWork
 
 
 class SentRequest(NamedTuple):

@@ -16,11 +16,6 @@ from typing import Final
 import numpy as np
 from cachetools import TTLCache
 
-from medialane.core.errors import NoWorkerReady
-from medialane.core.kv_events import BlockIds, KvChange
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import Endpoint, WorkerLoad
-from medialane.core.retry_after import Places
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
@@ -32,6 +27,11 @@ from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import AnnouncedReservation, SlotState
 from medialane.routing.routed_request import RoutedRequest, RouterState
 from medialane.routing.slots import SlotTable, WorkerRank
+from medialane.types.errors import NoWorkerReady
+from medialane.types.kv_events import BlockIds, KvChange
+from medialane.types.request import Endpoint, WorkerLoad
+from medialane.types.retry_after import Places
+from medialane.types.stats import PendingWork
 
 _BLOCK_ID: Final = np.dtype("<u8")
 #: Until a worker has reported its own: vLLM's default on GPUs.

@@ -13,9 +13,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
 from medialane.routing.request import RoutingRequest
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 #: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
 WorkerRank = tuple[str, int]

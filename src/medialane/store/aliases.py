@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from medialane.core.errors import UuidConflict
-from medialane.core.media import Alias
-from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
-from medialane.core.tenant_lru import TenantLru, tenant_of
+from medialane.media.name_records import NOT_KEPT, NameRecords, boot_time
+from medialane.types.errors import UuidConflict
+from medialane.types.media import Alias
+from medialane.types.media_lease import TenantLru, tenant_of
 
 
 class AliasTarget(NamedTuple):

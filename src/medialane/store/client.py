@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
-from medialane.core.taker import TAKER, call_site
+from medialane.runtime.taker import TAKER, call_site
 from medialane.store.messages import (
     Call,
     CallFailed,
@@ -35,6 +34,7 @@ from medialane.store.messages import (
     TakenBy,
     decode_from_store,
 )
+from medialane.types.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.dial import dial

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from medialane.arena import Reservation
-from medialane.core.errors import ProtocolViolation
-from medialane.core.feature import Hold
-from medialane.core.tensor import ArenaRange
 from medialane.store.embeddings import Fill
 from medialane.store.messages import HeldEntry
+from medialane.types.errors import ProtocolViolation
+from medialane.types.feature import Hold
+from medialane.types.tensor import ArenaRange
 
 
 class UnknownEntry(Exception):

@@ -8,11 +8,11 @@ from contextlib import suppress
 from cachetools import LRUCache
 
 from medialane.arena import Lease
-from medialane.core.errors import ArenaFull, InvalidRequest
-from medialane.core.hashing import decoded_key
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize, Modality
-from medialane.core.single_flight import SingleFlight
 from medialane.prepare import Described, PreparerPool
+from medialane.runtime.tasks import SingleFlight
+from medialane.types.errors import ArenaFull, InvalidRequest
+from medialane.types.hashing import decoded_key
+from medialane.types.media import EncodedMedia, MediaRef, MediaSize, Modality
 
 #: Bytes of the sizes, and of the descriptions, that are kept. A header has some hundred bytes, but may have 4 MiB; the
 #: metadata of a long video have 6 KB.

@@ -14,9 +14,9 @@ from contextlib import suppress
 import msgspec
 
 from medialane.arena import Arena, Lease, Reservation, Unfinished, describe, header_bytes
-from medialane.core.feature import Embedding, Feature, FoundEmbedding
-from medialane.core.stats import EmbeddingStats
 from medialane.store.messages import FindEmbedding
+from medialane.types.feature import Embedding, Feature, FoundEmbedding
+from medialane.types.stats import EmbeddingStats
 
 #: Between two looks at a range for whose completion a call waits: an encoder takes some milliseconds or more.
 POLL_INTERVAL_S = 0.005

@@ -10,10 +10,10 @@ import msgspec
 from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
-from medialane.core.embeds import EMBEDS_TYPE
-from medialane.core.media import EncodedMedia, MediaRef, Modality
 from medialane.media import MediaConfig, sniff
 from medialane.media.published_image import PIXMAP_TYPE
+from medialane.types.media import EncodedMedia, MediaRef, Modality
+from medialane.types.tensor import EMBEDS_TYPE
 
 KIB = 1024
 MIB = 1024 * KIB

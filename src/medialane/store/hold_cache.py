@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.store.link import StoreLink
+from medialane.types.tensor import ArenaOffer, ArenaRange
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

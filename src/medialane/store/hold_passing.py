@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from cachetools import TTLCache
 
-from medialane.core.feature import WantedEmbedding
-from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.store.link import StoreLink
 from medialane.store.messages import FindEmbedding, HoldsPassed, PassHolds
+from medialane.types.feature import WantedEmbedding
+from medialane.types.tensor import ArenaOffer, ArenaRange
 
 #: Longest time for which a worker waits for a hold. The store takes 0.1 ms; if it is late, asking it takes as long.
 MAX_WAIT_S = 0.1

@@ -6,10 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import cast
 
-from medialane.core.feature import Embedding, FoundEmbedding, WantedEmbedding
-from medialane.core.remote_entry import Copied, RemoteEntry
-from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import PassedHolds
 from medialane.store.link import StoreLink
@@ -26,6 +22,9 @@ from medialane.store.messages import (
     PullEntries,
     PullsGranted,
 )
+from medialane.types.feature import Copied, Embedding, FoundEmbedding, RemoteEntry, WantedEmbedding
+from medialane.types.stats import StoreStats
+from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 
 #: For a store that is busy: its last figures are exposed then.
 _STATUS_TIMEOUT_S = 1.0

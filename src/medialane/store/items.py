@@ -15,27 +15,13 @@ import msgspec
 from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
-from medialane.core.errors import (
-    ArenaFull,
-    InvalidRequest,
-    MediaTooLarge,
-    MediaUrlForbidden,
-    UnknownMedia,
-    UnknownMediaUuid,
-    UuidConflict,
-)
-from medialane.core.feature import Feature
-from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize, naming
-from medialane.core.media_lease import is_leased
-from medialane.core.single_flight import SingleFlight
-from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig, image_size, needs_probe
 from medialane.media.fetch import Fetcher
 from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.prepare.processor import Described
+from medialane.runtime.tasks import SingleFlight
 from medialane.store.aliases import Aliases
 from medialane.store.described_sizes import DescribedSizes
 from medialane.store.embeddings import Embeddings
@@ -44,6 +30,20 @@ from medialane.store.known_features import FeatureSource, KnownFeatures
 from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import Form
 from medialane.store.published_images import PublishedImages
+from medialane.types.errors import (
+    ArenaFull,
+    InvalidRequest,
+    MediaTooLarge,
+    MediaUrlForbidden,
+    UnknownMedia,
+    UnknownMediaUuid,
+    UuidConflict,
+)
+from medialane.types.feature import Feature
+from medialane.types.hashing import decoded_key, embedding_key, feature_key, merged_options
+from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, naming
+from medialane.types.media_lease import is_leased
+from medialane.types.tensor import ArenaRange, TensorSpec
 
 #: Receives the encoded bytes of the item, whose content hash its caller has given, into the arena.
 Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]

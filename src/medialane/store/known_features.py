@@ -14,8 +14,8 @@ import msgspec
 from blake3 import blake3
 from cachetools import LRUCache
 
-from medialane.core.media import MediaRef
-from medialane.core.tenant_lru import TenantLru, tenant_of
+from medialane.types.media import MediaRef
+from medialane.types.media_lease import TenantLru, tenant_of
 
 #: Of all records; one has about 600 bytes.
 MAX_BYTES = 32 << 20

@@ -11,18 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
-from medialane.core.backoff import Backoff
-from medialane.core.errors import (
-    HandoverFailed,
-    MedialaneError,
-    MediaLost,
-    NoWorkerReady,
-    StartupFailed,
-    StoreUnavailable,
-)
-from medialane.core.retry_after import Outage
-from medialane.core.tasks import first_of
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
+from medialane.runtime.tasks import Backoff, first_of
 from medialane.store.client import AnswerQuestion, ConnectionLost, StoreClient
 from medialane.store.messages import (
     Call,
@@ -35,6 +24,16 @@ from medialane.store.messages import (
     StoreStatus,
     StoreWelcome,
 )
+from medialane.types.errors import (
+    HandoverFailed,
+    MedialaneError,
+    MediaLost,
+    NoWorkerReady,
+    StartupFailed,
+    StoreUnavailable,
+)
+from medialane.types.retry_after import Outage
+from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.wire.config import RpcConfig
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,14 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.arena import Arena, Lease, Reservation
-from medialane.core.errors import (
+from medialane.media import MediaConfig, oriented_size, sniff
+from medialane.media.name_records import NOT_KEPT, NameRecords, boot_time
+from medialane.prepare import PreparerPool
+from medialane.store.aliases import Aliases
+from medialane.store.config import StoreConfig
+from medialane.store.encoded_store import EncodedStore
+from medialane.store.messages import AskLease, Proceed, PutMedia
+from medialane.types.errors import (
     ErrorReport,
     InvalidRequest,
     InvalidUpload,
@@ -39,20 +46,11 @@ from medialane.core.errors import (
     from_report,
     to_report,
 )
-from medialane.core.hashing import owner_salt
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize, Modality
-from medialane.core.media_lease import LeasedMedia, leased_hash, media_hash
-from medialane.core.modalities import MODALITIES
-from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
-from medialane.core.retry_after import retry_after
-from medialane.core.stats import MediaLeaseStats
-from medialane.core.tenant_lru import TenantShares, tenant_of
-from medialane.media import MediaConfig, oriented_size, sniff
-from medialane.prepare import PreparerPool
-from medialane.store.aliases import Aliases
-from medialane.store.config import StoreConfig
-from medialane.store.encoded_store import EncodedStore
-from medialane.store.messages import AskLease, Proceed, PutMedia
+from medialane.types.hashing import owner_salt
+from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
+from medialane.types.retry_after import retry_after
+from medialane.types.stats import MediaLeaseStats
 
 logger = logging.getLogger(__name__)
 

@@ -63,15 +63,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from medialane.core.errors import ErrorReport, ProtocolViolation
-from medialane.core.feature import MAX_HEADER_BYTES, Feature
-from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
-from medialane.core.media_lease import LeasedMedia
-from medialane.core.remote_entry import Copied, RemoteEntry
-from medialane.core.stats import StoreStats
-from medialane.core.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
 from medialane.prepare.processor import Described
+from medialane.types.errors import ErrorReport, ProtocolViolation
+from medialane.types.feature import MAX_HEADER_BYTES, Copied, Feature, RemoteEntry
+from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.types.media_lease import LeasedMedia
+from medialane.types.stats import StoreStats
+from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire.registration import other_version
 
 ScrapedAs = Literal["gateway", "worker"]

@@ -14,7 +14,15 @@ import msgspec
 from cachetools import LRUCache
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
-from medialane.core.errors import (
+from medialane.media import MediaConfig
+from medialane.media.http_cache import url_key
+from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
+from medialane.runtime.tasks import SingleFlight
+from medialane.store.encoded_store import EncodedStore
+from medialane.transfer.nixl.mover import NixlMover, Published
+from medialane.transfer.nixl.rdma_metadata import RdmaMetadata
+from medialane.transfer.pulls import Pulls
+from medialane.types.errors import (
     InvalidImage,
     InvalidRequest,
     MediaFetchFailed,
@@ -24,18 +32,10 @@ from medialane.core.errors import (
     Unavailable,
     UpstreamFailed,
 )
-from medialane.core.feature import Feature
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
-from medialane.core.single_flight import SingleFlight
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.media import MediaConfig
-from medialane.media.http_cache import url_key
-from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
-from medialane.peers.nixl.mover import NixlMover, Published
-from medialane.peers.nixl.rdma_metadata import RdmaMetadata
-from medialane.peers.pulls import Pulls
-from medialane.store.encoded_store import EncodedStore
+from medialane.types.feature import Feature
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from contextlib import suppress
 import msgspec
 
 from medialane.arena import Arena
-from medialane.core.errors import StartupFailed, StoreUnavailable
-from medialane.core.tensor import ArenaOffer
-from medialane.peers.pulls import Pulls
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse, UnknownEntry
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
 from medialane.store.session import StoreSession
+from medialane.transfer.pulls import Pulls
+from medialane.types.errors import StartupFailed, StoreUnavailable
+from medialane.types.tensor import ArenaOffer
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.listener import Listener

@@ -11,24 +11,9 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from medialane.arena import Arena, Lease, Reservation
-from medialane.core.errors import (
-    ArenaFull,
-    HandoverFailed,
-    MedialaneError,
-    ProtocolViolation,
-    StoreUnavailable,
-    to_report,
-)
-from medialane.core.feature import Feature, Hold
-from medialane.core.hashing import digest
-from medialane.core.media import EncodedMedia, MediaRef
-from medialane.core.media_lease import LeasedMedia
-from medialane.core.remote_entry import Copied
-from medialane.core.taker import TAKER
-from medialane.core.tensor import ArenaRange
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
-from medialane.peers.pulls import Pulls
+from medialane.runtime.taker import TAKER
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
@@ -80,6 +65,20 @@ from medialane.store.messages import (
     ToStore,
     decode_to_store,
 )
+from medialane.transfer.pulls import Pulls
+from medialane.types.errors import (
+    ArenaFull,
+    HandoverFailed,
+    MedialaneError,
+    ProtocolViolation,
+    StoreUnavailable,
+    to_report,
+)
+from medialane.types.feature import Copied, Feature, Hold
+from medialane.types.hashing import digest
+from medialane.types.media import EncodedMedia, MediaRef
+from medialane.types.media_lease import LeasedMedia
+from medialane.types.tensor import ArenaRange
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 

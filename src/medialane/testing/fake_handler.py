@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 
 from prometheus_client import CollectorRegistry
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import MedialaneError
-from medialane.core.kv_events import KvChange
-from medialane.core.metrics import MetricChanges
-from medialane.core.request import CompletionDelta, EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.observability.worker_metrics import MetricReader
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import MedialaneError
+from medialane.types.kv_events import KvChange
+from medialane.types.request import CompletionDelta, EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.types.stats import MetricChanges
 from medialane.wire.protocol import Hello, Welcome
 
 FAKE_CARD = ModelCard(model="fake", max_model_len=4096, block_size=16, processor={})

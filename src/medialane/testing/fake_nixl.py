@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.peers.nixl.agent import AgentError, Segment
-from medialane.peers.nixl.rdma_metadata import Descriptor
+from medialane.transfer.nixl.agent import AgentError, Segment
+from medialane.transfer.nixl.rdma_metadata import Descriptor
 
 
 class FakeMetadata(msgspec.Struct):

@@ -19,12 +19,12 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
-from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
-from medialane.core.stage import StageName
-from medialane.core.tensor import TensorSpec
 from medialane.prepare.processor import AssembledPrompt, Described, ImageCost, ProcessedItem
+from medialane.types.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
+from medialane.types.feature import Feature, PlaceholderRange
+from medialane.types.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
+from medialane.types.stage import StageName
+from medialane.types.tensor import TensorSpec
 
 #: The token that represents one item in an unexpanded prompt.
 PLACEHOLDER_TOKEN = 7

@@ -9,10 +9,6 @@ from functools import cache
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from medialane.core.admin import AdminResult
-from medialane.core.errors import MedialaneError, WorkerLost, to_report
-from medialane.core.metrics import MetricChanges
-from medialane.core.request import EngineRequest, ModelCard
 from medialane.gateway import GatewayConfig, WorkerLink
 from medialane.gateway.worker_link import (
     ClientCalls,
@@ -24,6 +20,10 @@ from medialane.gateway.worker_link import (
 )
 from medialane.observability import Metrics
 from medialane.testing.fake_handler import FAKE_CARD
+from medialane.types.admin import AdminResult
+from medialane.types.errors import MedialaneError, WorkerLost, to_report
+from medialane.types.request import EngineRequest, ModelCard
+from medialane.types.stats import MetricChanges
 from medialane.wire import (
     AdminDone,
     AdminFailed,

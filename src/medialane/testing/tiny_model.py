@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medialane.core.hashing import content_hash
+from medialane.types.hashing import content_hash
 
 if TYPE_CHECKING:
     import torch

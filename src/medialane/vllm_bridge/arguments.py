@@ -9,7 +9,7 @@ from typing import NoReturn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 from medialane.vllm_bridge.server_flags import check_server_flags
 

@@ -23,8 +23,15 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerBusy, WorkerLost
-from medialane.core.own_fault import is_exhausted, own_fault
+from medialane.types.errors import (
+    GenerationFailed,
+    PromptRejected,
+    Unavailable,
+    WorkerBusy,
+    WorkerLost,
+    is_exhausted,
+    own_fault,
+)
 
 logger = logging.getLogger(__name__)
 

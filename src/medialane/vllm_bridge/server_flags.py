@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 #: Flags that would silently have no effect, and what to do instead.
 UNSUPPORTED_FLAGS: Mapping[str, str] = {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
-from medialane.core.errors import AuthenticationFailed
+from medialane.types.errors import AuthenticationFailed
 from medialane.wire.authentication import Handshake
 from medialane.wire.security import Authentication
 

@@ -41,7 +41,7 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 
-from medialane.core.errors import AuthenticationFailed
+from medialane.types.errors import AuthenticationFailed
 
 #: Followed by the version. Read as a frame's length it exceeds all limits, so a peer that expects frames disconnects.
 _MAGIC = b"\xffMLAUTH"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.setting import PositiveFloat, PositiveInt, SecretText, check_bounds, hidden
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import PositiveFloat, PositiveInt, SecretText, check_bounds, hidden
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from medialane.core.errors import MedialaneError, ProtocolViolation, WorkerLost
+from medialane.types.errors import MedialaneError, ProtocolViolation, WorkerLost
 from medialane.wire.config import RpcConfig
 from medialane.wire.framing import FrameReader, append_frame
 

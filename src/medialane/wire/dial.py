@@ -8,7 +8,7 @@ import socket
 from asyncio.staggered import staggered_race
 from functools import partial
 
-from medialane.core.errors import NoWorkerReady, StartupFailed, WorkerLost
+from medialane.types.errors import NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire.address import TcpAddress, UnixAddress, parse_address
 from medialane.wire.authenticating import authenticate
 from medialane.wire.security import Authentication

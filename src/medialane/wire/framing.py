@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from medialane.core.errors import ProtocolViolation
+from medialane.types.errors import ProtocolViolation
 
 HEADER = struct.Struct(">I")
 

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from medialane.core.errors import AuthenticationFailed, StartupFailed
+from medialane.types.errors import AuthenticationFailed, StartupFailed
 from medialane.wire.acceptor import Acceptor
 from medialane.wire.address import TcpAddress, UnixAddress, format_tcp, parse_address
 from medialane.wire.authenticating import authenticate

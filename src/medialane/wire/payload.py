@@ -19,10 +19,10 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidFeature, ProtocolViolation
-from medialane.core.feature import MediaPayload
-from medialane.core.request import EngineRequest, ExpandedPrompt, Prompt
-from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.types.errors import InvalidFeature, ProtocolViolation
+from medialane.types.feature import MediaPayload
+from medialane.types.request import EngineRequest, ExpandedPrompt, Prompt
+from medialane.types.tensor import InlineTensor, TensorDescriptor
 from medialane.wire.framing import append_frame, append_raw_frame
 from medialane.wire.protocol import DropPayload, Payload, Submit
 

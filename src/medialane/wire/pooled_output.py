@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from medialane.core.errors import GenerationFailed, TooLarge
-from medialane.core.request import OutputDelta, PooledPart
+from medialane.types.errors import GenerationFailed, TooLarge
+from medialane.types.request import OutputDelta, PooledPart
 
 
 def check_size(part: PooledPart, max_bytes: int) -> None:

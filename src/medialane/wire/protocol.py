@@ -44,12 +44,11 @@ from __future__ import annotations
 
 import msgspec
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import ErrorReport, ProtocolViolation
-from medialane.core.kv_events import KvChange
-from medialane.core.metrics import MetricChanges
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import ErrorReport, ProtocolViolation
+from medialane.types.kv_events import KvChange
+from medialane.types.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.types.stats import MetricChanges, PendingWork
 from medialane.wire.registration import other_version
 
 #: Must be equal on both sides; incremented by every incompatible change.

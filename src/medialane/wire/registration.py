@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from medialane import __version__
-from medialane.core.errors import MedialaneError, ProtocolViolation, StartupFailed
+from medialane.types.errors import MedialaneError, ProtocolViolation, StartupFailed
 from medialane.wire.connection import Connection
 
 W = TypeVar("W", bound=msgspec.Struct)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from ipaddress import IPv6Address, ip_address
 
-from medialane.core.errors import StartupFailed
-from medialane.core.private_file import read_private
+from medialane.runtime.private_file import read_private
+from medialane.types.errors import StartupFailed
 from medialane.wire.address import TcpAddress, parse_address
 from medialane.wire.authentication import Handshake, Role, Secrets
 from medialane.wire.config import RpcConfig

@@ -14,8 +14,8 @@ import ssl
 import threading
 from typing import NamedTuple, cast
 
-from medialane.core.errors import AuthenticationFailed, StartupFailed
-from medialane.core.private_file import read, read_private
+from medialane.runtime.private_file import read, read_private
+from medialane.types.errors import AuthenticationFailed, StartupFailed
 from medialane.wire.config import RpcConfig
 
 logger = logging.getLogger(__name__)

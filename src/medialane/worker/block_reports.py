@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from medialane.core.kv_events import AllBlocksCleared, KvChange, KvEventBatch
-from medialane.core.request import ModelCard
+from medialane.types.kv_events import AllBlocksCleared, KvChange, KvEventBatch
+from medialane.types.request import ModelCard
 from medialane.worker.block_table import BlockTable
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medialane.core.block_hash import stored_block_ids
-from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KvEvent
+from medialane.types.block_hash import stored_block_ids
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KvEvent
 
 #: vLLM's names (`KVCacheSpecKind`) of caches that keep a whole prefix; engines with one group may omit the name.
 FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})

@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.host import ascii_host
-from medialane.core.setting import PositiveFloat, check_bounds
+from medialane.runtime.host import ascii_host
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import PositiveFloat, check_bounds
 from medialane.wire.address import TcpAddress, parse_tcp
 
 EncodeCache = Literal["auto", "on", "off"]

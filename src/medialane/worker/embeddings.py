@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from medialane.core.errors import HandoverFailed, MedialaneError
-from medialane.core.feature import Embedding, EmbeddingUse, FoundEmbedding, MediaPayload, WantedEmbedding
-from medialane.core.request import EncoderCard, EngineRequest, OutputDelta
-from medialane.core.tensor import ArenaRange
+from medialane.types.errors import HandoverFailed, MedialaneError
+from medialane.types.feature import Embedding, EmbeddingUse, FoundEmbedding, MediaPayload, WantedEmbedding
+from medialane.types.request import EncoderCard, EngineRequest, OutputDelta
+from medialane.types.tensor import ArenaRange
 from medialane.worker.host_arena import HostArena
 
 logger = logging.getLogger(__name__)

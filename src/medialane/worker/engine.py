@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.feature import EmbeddingUse
-from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import EmbeddingCounts, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.feature import EmbeddingUse
+from medialane.types.kv_events import KvEventBatch
+from medialane.types.request import EmbeddingCounts, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 
 class Engine(Protocol):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import FoundEmbedding, Hold, WantedEmbedding
-from medialane.core.remote_entry import Copied, RemoteEntry
-from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer, ArenaRange
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import Copied, FoundEmbedding, Hold, RemoteEntry, WantedEmbedding
+from medialane.types.stats import StoreStats
+from medialane.types.tensor import ArenaOffer, ArenaRange
 
 _NO_STORE = "this worker has no store on its host"
 

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from medialane.core.backoff import Backoff
-from medialane.core.errors import (
+from medialane.runtime.tasks import Backoff
+from medialane.types.errors import (
     AlreadyJoined,
     AuthenticationFailed,
     MedialaneError,

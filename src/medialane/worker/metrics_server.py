@@ -27,9 +27,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from medialane.core.errors import StartupFailed
-from medialane.core.stats import StoreStats
 from medialane.observability.collectors import Memory, memory_metric, store_metrics
+from medialane.types.errors import StartupFailed
+from medialane.types.stats import StoreStats
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
 from medialane.worker.gateway_link.server import RpcServer

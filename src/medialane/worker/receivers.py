@@ -9,11 +9,10 @@ from msgspec.structs import replace
 
 from medialane.arena import ArenaView
 from medialane.arena.layout import is_completed, is_valid
-from medialane.core.errors import HandoverFailed, MediaLost, StoreUnavailable, Unavailable
-from medialane.core.feature import Hold, MediaPayload
-from medialane.core.remote_entry import MoverName
-from medialane.core.request import EngineRequest, Prompt
-from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
+from medialane.types.errors import HandoverFailed, MediaLost, StoreUnavailable, Unavailable
+from medialane.types.feature import Hold, MediaPayload, MoverName
+from medialane.types.request import EngineRequest, Prompt
+from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor
 from medialane.worker.host_arena import HostArena
 
 

@@ -18,13 +18,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from medialane.core.errors import WorkerLost
-from medialane.core.process.descendants import group_below
-from medialane.core.process.memory import MemoryUse
-from medialane.core.process.phase import enter_phase
-from medialane.core.process.stop import DRAIN_TIMEOUT_S, Stop, stopped_by_signals
-from medialane.core.process.systemd import show_ready, show_stopping, watched
-from medialane.core.tasks import first_of
+from medialane.runtime.phase import enter_phase
+from medialane.runtime.resources import MemoryUse, group_below
+from medialane.runtime.stop import DRAIN_TIMEOUT_S, Stop, stopped_by_signals
+from medialane.runtime.systemd import show_ready, show_stopping, watched
+from medialane.runtime.tasks import first_of
+from medialane.types.errors import WorkerLost
 from medialane.wire.address import TcpAddress
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Join

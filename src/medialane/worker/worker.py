@@ -14,26 +14,23 @@ from contextlib import aclosing, contextmanager
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
-from medialane.core.errors import (
+from medialane.observability.worker_metrics import MetricReader
+from medialane.types.admin import AdminCall, AdminResult, clears_kv_cache
+from medialane.types.errors import (
     GenerationFailed,
     WorkerLost,
 )
-from medialane.core.feature import Hold
-from medialane.core.kv_events import KvChange
-from medialane.core.metrics import MetricChanges
-from medialane.core.process.memory import ProcessKind
-from medialane.core.remote_entry import MoverName
-from medialane.core.request import (
+from medialane.types.feature import Hold, MoverName
+from medialane.types.kv_events import KvChange
+from medialane.types.request import (
     EncoderCard,
     EngineRequest,
     ModelCard,
     OutputDelta,
     WorkerLoad,
 )
-from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer
-from medialane.observability.worker_metrics import MetricReader
+from medialane.types.stats import MetricChanges, ProcessKind, StoreStats
+from medialane.types.tensor import ArenaOffer
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig

@@ -5,7 +5,7 @@ import itertools
 import sys
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lineage
-from medialane.core.media import EncodedMedia
+from medialane.types.media import EncodedMedia
 
 LINEAGE = Lineage(b"full".ljust(16), b"table".ljust(16))
 

@@ -5,7 +5,7 @@ import sys
 import msgspec
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.core.tensor import ArenaRange
+from medialane.types.tensor import ArenaRange
 
 
 class Ready(msgspec.Struct):

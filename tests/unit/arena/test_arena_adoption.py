@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from medialane.arena import Arena, ArenaConfig, ArenaView, ClientSlot, FillWriter, Lineage, describe, layout, reap
 from medialane.arena.index import SLOT_BYTES, index_bytes
 from medialane.arena.layout import COMPLETED_WORD, GENERATION_WORD
-from medialane.core.errors import ArenaFull, HandoverFailed
-from medialane.core.feature import Embedding, Feature
-from medialane.core.media import EncodedMedia, MediaSize
-from medialane.core.process.owner_lock import OwnedFolder
-from medialane.core.tensor import TensorSpec
+from medialane.runtime.owner_lock import OwnedFolder
+from medialane.types.errors import ArenaFull, HandoverFailed
+from medialane.types.feature import Embedding, Feature
+from medialane.types.media import EncodedMedia, MediaSize
+from medialane.types.tensor import TensorSpec
 
 #: Of 16 parts of an arena, which is as small as that for the sake of speed: it is read and compared hundreds of times.
 PART = 1 << 16

@@ -8,10 +8,10 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
 from medialane.arena.adoption import RECORD_BYTES
-from medialane.core.errors import ArenaFull, HandoverFailed, MediaTooLarge
-from medialane.core.feature import Embedding, Feature
-from medialane.core.media import EncodedMedia, MediaSize
-from medialane.core.tensor import TensorSpec
+from medialane.types.errors import ArenaFull, HandoverFailed, MediaTooLarge
+from medialane.types.feature import Embedding, Feature
+from medialane.types.media import EncodedMedia, MediaSize
+from medialane.types.tensor import TensorSpec
 
 MIB = 1 << 20
 

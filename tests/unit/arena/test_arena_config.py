@@ -8,7 +8,7 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.arena.config import GIB, MIB
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 def test_default_is_two_gib_in_shared_memory():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from medialane.arena.entries import KINDS, EntryState, EntryTable
-from medialane.core.errors import ArenaFull
+from medialane.types.errors import ArenaFull
 
 UNIT = 64
 START = 4096

@@ -14,7 +14,7 @@ from medialane.arena import ArenaConfig, ArenaView, reap
 from medialane.arena import file as file_module
 from medialane.arena.file import ArenaFile
 from medialane.arena.index import index_bytes
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from medialane.arena import Arena, FillWriter, fill
-from medialane.core.errors import ArenaFull, HandoverFailed
-from medialane.core.tensor import ArenaRange
+from medialane.types.errors import ArenaFull, HandoverFailed
+from medialane.types.tensor import ArenaRange
 from poison import POISON, poison_freed
 from waiting import line_of, wait_until
 

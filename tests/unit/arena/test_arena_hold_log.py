@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.arena import Arena
-from medialane.core.taker import TAKER
+from medialane.runtime.taker import TAKER
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 from medialane.arena import ENTRY_HEADER_BYTES, describe, is_valid, layout
 from medialane.arena.layout import PAGE_BYTES, FileHeader, arena_of, clear, file_path, stamp
-from medialane.core.tensor import ArenaRange, TensorSpec
+from medialane.types.tensor import ArenaRange, TensorSpec
 
 ARENA = "0123456789abcdef" * 2
 FILE_BYTES = 4 * PAGE_BYTES

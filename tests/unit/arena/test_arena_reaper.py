@@ -15,7 +15,7 @@ import pytest
 from medialane.arena import ArenaView, Reaped, reap
 from medialane.arena.file import ArenaFile
 from medialane.arena.reaper import reclaimable_bytes
-from medialane.core.tensor import ArenaRange
+from medialane.types.tensor import ArenaRange
 
 OWNER = Path(__file__).with_name("owner.py")
 

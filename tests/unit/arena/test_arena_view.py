@@ -11,8 +11,8 @@ from medialane.arena import ArenaConfig, ArenaView, describe, layout
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import PAGE_BYTES, clear, stamp
 from medialane.arena.view import PIECE_BYTES
-from medialane.core.errors import HandoverFailed
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.types.errors import HandoverFailed
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 SPECS = (TensorSpec("float32", (3, 4)), TensorSpec("int64", (2,)))
 

@@ -6,7 +6,7 @@ import sys
 import msgspec
 
 from medialane.arena import FillWriter
-from medialane.core.tensor import ArenaRange
+from medialane.types.tensor import ArenaRange
 
 
 def say(line: bytes) -> None:

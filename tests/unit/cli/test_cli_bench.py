@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from medialane.cli import bench
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 BENCHMARK = """
 from harness import Bar, Report

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medialane.cli import main
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.wire import RpcConfig, Security
 
 

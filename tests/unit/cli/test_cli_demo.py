@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from medialane.check import ServerProcess
 from medialane.cli import demo
+from medialane.tools.check import ServerProcess
 from waiting import eventually, iterations
 
 MODEL = "/cache/a model"

@@ -90,7 +90,7 @@ print(json.dumps({"architecture": model, "media": media, "no_embeddings": flags[
         (_TEXT, {"model": "ok"}, ["A: it takes no media"]),
         ("raise ValueError('no such model')", {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
         (
-            "from medialane.core.errors import StartupFailed; raise StartupFailed('no such flag')",
+            "from medialane.types.errors import StartupFailed; raise StartupFailed('no such flag')",
             {"model": "fail"},
             ["it cannot be loaded (no such flag)"],
         ),

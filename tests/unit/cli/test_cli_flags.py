@@ -6,7 +6,7 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
 from medialane.cli.worker_command import SECTIONS as WORKER_SECTIONS
 from medialane.config import load_config, settings
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 def parser(argv=(), *, common=("workers",)):

@@ -2,7 +2,7 @@ import pytest
 
 from medialane.cli.gateway_state import parse_state
 from medialane.cli.gateway_url import base_url, endpoint
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 @pytest.mark.parametrize(

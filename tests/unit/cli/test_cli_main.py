@@ -12,7 +12,7 @@ import medialane
 from medialane import __version__
 from medialane.cli import COMMANDS, ERROR_PREFIX, main
 from medialane.cluster.process_log import REPORTED_ERROR
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 HEAVY = {"torch", "vllm", "transformers", "aiohttp", "rich", "numpy", "medialane.config"}
 

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from medialane.cli import progress as progress_module
 from medialane.cli.progress import Progress
-from medialane.core.process.phase import Phase, PhaseFile
+from medialane.runtime.phase import Phase, PhaseFile
 
 
 def make(*, terminal, verbose=False):

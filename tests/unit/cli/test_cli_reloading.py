@@ -10,7 +10,7 @@ import pytest
 
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.config import SettingsChange, SettingsSource, load_config
-from medialane.core.errors import InvalidRequest, StartupFailed
+from medialane.types.errors import InvalidRequest, StartupFailed
 from waiting import eventually
 
 SECTIONS = ("gateway", "logging")

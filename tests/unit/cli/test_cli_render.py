@@ -8,7 +8,7 @@ from medialane.cli import render
 from medialane.cli.serve import announce
 from medialane.cluster import Hardware, local
 from medialane.config import Config, load_config
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 def parsed(*words):

@@ -17,7 +17,7 @@ import pytest
 from medialane.cli.gateway_command import check_api_key
 from medialane.cli.serve import announce, for_ray
 from medialane.config import Config, load_config, settings_environ
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from waiting import wait_until
 
 SERVE = """

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.cli import gateway_state, main
 from medialane.cli.gateway_state import Gateway, Host, Link, parse_state, read_state, worker_host
-from medialane.core.errors import StartupFailed
-from medialane.core.request import Endpoint, WorkerLoad
-from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
 from medialane.gateway import Health
 from medialane.observability import Metrics
+from medialane.types.errors import StartupFailed
+from medialane.types.request import Endpoint, WorkerLoad
+from medialane.types.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
 
 URL = "http://gateway:8000"
 

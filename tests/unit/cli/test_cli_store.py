@@ -20,17 +20,17 @@ from medialane.cli.doctor import check_kept_arenas
 from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster import NOT_NEEDED
 from medialane.config import Config, load_config
-from medialane.core.errors import StartupFailed
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
-from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
 from medialane.observability import LogProcess
-from medialane.peers.nixl import Descriptor, NixlMover, RdmaMetadata, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.testing.sample_images import sample_jpeg
+from medialane.transfer.nixl import Descriptor, NixlMover, RdmaMetadata, pack_agent_metadata
+from medialane.types.errors import StartupFailed
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 from nixl_hosts import FAKE
 from published import published_url

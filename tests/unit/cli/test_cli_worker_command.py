@@ -5,8 +5,8 @@ import pytest
 from medialane.cli import COMMANDS, gateway_command, parse_words, worker_command
 from medialane.cluster import local
 from medialane.config import Config
-from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
+from medialane.types.errors import StartupFailed
 from medialane.wire import RpcConfig, TcpAddress, consecutive_ports
 from medialane.worker import WorkerConfig
 

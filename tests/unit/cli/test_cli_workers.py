@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.cli import main
 from medialane.cli import workers as command
-from medialane.core.request import Endpoint, WorkerLoad
 from medialane.gateway import WorkerInfo
 from medialane.observability import Metrics
+from medialane.types.request import Endpoint, WorkerLoad
 
 NAMES = ("node1/0", "node1/1")
 KEY = "let-me-in"

@@ -15,16 +15,16 @@ import torch
 
 from medialane import client
 from medialane.arena import describe, layout
-from medialane.core.errors import InvalidRequest, UnknownMedia
-from medialane.core.feature import Feature
-from medialane.core.feature_header import Batched, Field, Header, LargeTensor, Nested, Scalar, SmallTensor
-from medialane.core.media import MediaSize
-from medialane.core.stats import PoolStats, StoreStats
-from medialane.core.tensor import TensorSpec
-from medialane.peers import Pulls
 from medialane.store import StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.store.items import LeasedItem
+from medialane.transfer import Pulls
+from medialane.types.errors import InvalidRequest, UnknownMedia
+from medialane.types.feature import Feature
+from medialane.types.feature_header import Batched, Field, Header, LargeTensor, Nested, Scalar, SmallTensor
+from medialane.types.media import MediaSize
+from medialane.types.stats import PoolStats, StoreStats
+from medialane.types.tensor import TensorSpec
 from medialane.wire import RpcConfig
 from waiting import eventually
 

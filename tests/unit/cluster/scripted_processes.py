@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medialane.cluster import ProcessSpec, Supervisor
 from medialane.config import ClusterConfig
-from medialane.core.process.phase import Phase
+from medialane.runtime.phase import Phase
 
 HEADER = """
 import os, signal, subprocess, sys, time

@@ -1,7 +1,7 @@
 import pytest
 
 from medialane.config import ClusterConfig, as_environ, load_config
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 @pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (32, 8), (192, 8)])

@@ -6,7 +6,7 @@ import pytest
 
 from medialane.cluster import Hardware, local
 from medialane.config import changed_imports, load_config
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 def config(**flags):

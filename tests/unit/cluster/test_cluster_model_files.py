@@ -9,7 +9,7 @@ import pytest
 
 from medialane.cluster import fetch_files, repositories
 from medialane.cluster.model_files import Repository
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 @pytest.fixture

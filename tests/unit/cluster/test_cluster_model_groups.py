@@ -7,7 +7,7 @@ import pytest
 
 from medialane.cluster import Hardware, model_groups
 from medialane.config import load_models
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 TWO = """
 arena-size = "64MiB"

@@ -2,7 +2,7 @@ import pytest
 
 from medialane.cluster import Hardware, find_gpus, usable_cores
 from medialane.cluster.placement import Engines, parse_gpu_list, place_engines
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 CPU = Hardware((), 8)
 FOUR_GPUS = Hardware(("0", "1", "2", "3"), 8)

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from medialane.cluster import check_flags, check_model, check_start, model_hub, preflight
 from medialane.cluster.model_hub import find_on_hub
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 GOOD = [
     ["--max-model-len", "8k", "--max_num_seqs=16", "-tp", "2"],

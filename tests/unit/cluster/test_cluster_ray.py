@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.cluster.ray import RemoteSpec
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from waiting import eventually
 
 pytest.importorskip("ray", reason="ray is not installed (the extra ray)")

@@ -9,7 +9,7 @@ import pytest
 
 from medialane.cluster.ray import RemoteSpec, remote
 from medialane.cluster.ray.remote import RemoteProcess, remote_argv, remote_environ
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 SECRET = "0123456789abcdef" * 2
 HOST = socket.gethostname()

@@ -6,8 +6,8 @@ from scripted_processes import Recorder
 from medialane.cluster.ray import RemoteSpec, RemoteSupervisor, remote_supervisor
 from medialane.cluster.ray.remote import Location, RunEnd
 from medialane.config import ClusterConfig
-from medialane.core.errors import StartupFailed
-from medialane.core.process.phase import Phase
+from medialane.runtime.phase import Phase
+from medialane.types.errors import StartupFailed
 from waiting import eventually
 
 

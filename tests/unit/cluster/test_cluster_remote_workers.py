@@ -3,7 +3,7 @@ import pytest
 
 from medialane.cluster.ray import Nodes, gateway_specs, remote_workers, with_join_addresses, worker_specs
 from medialane.config import load_config
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 SECRET = "0123456789abcdef" * 2
 

@@ -12,10 +12,10 @@ import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
 from medialane.cluster import child_process, running
-from medialane.core.errors import StartupFailed
-from medialane.core.process import heartbeat
-from medialane.core.process.exits import exits_of_host, hang_problems
-from medialane.core.process.oom_kills import OomKills
+from medialane.runtime import heartbeat
+from medialane.runtime.phase import exits_of_host, hang_problems
+from medialane.runtime.resources import OomKills
+from medialane.types.errors import StartupFailed
 from waiting import eventually, wait_until
 
 IDLE = "ready(); stay()"

@@ -4,7 +4,7 @@ import pytest
 
 from medialane.cluster import flag_value, has_flag, processor_flags, take_secrets, untraced_flags, with_config_file
 from medialane.cluster.vllm_flags import SECRET_FLAGS, engine_flags, flag_table, gpus_per_worker, warm_flags
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from scripted_processes import Recorder, is_running, make_supervisor, number_in,
 from medialane.cluster import ChildProcess, ProcessSpec, SocketExists, process_supervisor, warm
 from medialane.cluster.child_process import Fork
 from medialane.cluster.warm import NotForked, WarmProcess
-from medialane.core.process import heartbeat
-from medialane.core.process.subreaper import set_subreaper
+from medialane.runtime import heartbeat
+from medialane.runtime.linux import set_subreaper
 from medialane.wire.child_channel import send
 from waiting import eventually
 

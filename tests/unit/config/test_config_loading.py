@@ -1,8 +1,8 @@
 import pytest
 
 from medialane.config import Config, load_config, parse_size
-from medialane.core.byte_size import format_bytes
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import format_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.config import SettingsChange, SettingsSource, TableRules, load_config, load_models, settings
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 SECTIONS = ("gateway", "media", "logging", "arena")
 

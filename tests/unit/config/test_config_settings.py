@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from medialane.config import Config, SectionName, load_config, settings
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 
 def load(flags, *, sections):

@@ -10,8 +10,6 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import StartupFailed
-from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
@@ -25,6 +23,8 @@ from medialane.gateway import (
 from medialane.gateway.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import StartupFailed
 
 KEY = "authorization: Bearer key\r\n"
 ROUTES = {path: path for path in ("/v1/models", "/ping", "/metrics", "/sleep", "/medialane/login", "/medialane/reload")}

@@ -9,11 +9,11 @@ from contextlib import suppress
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import NoWorkerReady
-from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, Metrics, PlainFormatter, request_id
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import NoWorkerReady
 
 BODY = (
     b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a secret prompt"}, '

@@ -2,7 +2,10 @@
 
 import pytest
 
-from medialane.core.admin import (
+from medialane.gateway import WorkerPool
+from medialane.gateway.administration import MAX_NAMED, administer
+from medialane.testing.fake_worker_link import FakeLink
+from medialane.types.admin import (
     AddLora,
     IsSleeping,
     PauseGeneration,
@@ -12,10 +15,7 @@ from medialane.core.admin import (
     StopProfile,
     WakeUp,
 )
-from medialane.core.errors import AdminCallIncomplete, GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost
-from medialane.gateway import WorkerPool
-from medialane.gateway.administration import MAX_NAMED, administer
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.types.errors import AdminCallIncomplete, GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost
 
 LOST = object()
 

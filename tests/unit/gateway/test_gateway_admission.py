@@ -2,10 +2,10 @@
 
 import pytest
 
-from medialane.core.errors import ConcurrencyLimitExceeded, MediaOverloaded
 from medialane.gateway import RequestScope
 from medialane.gateway.admission import Admission, SharedCounts, Tenant
 from medialane.gateway.admission.keys_file import TenantLimits
+from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded
 
 
 def test_request_over_the_limit_is_rejected_until_the_scope_of_another_is_closed():

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits, SharedCounts
+from medialane.types.errors import QueueFull, QueueTimeout
 
 
 class Resource:

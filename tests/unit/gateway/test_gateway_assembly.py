@@ -3,11 +3,11 @@ import threading
 
 import pytest
 
-from medialane.core.errors import PromptRejected
-from medialane.core.feature import Feature, MediaPrompt
-from medialane.core.media import MediaSize
 from medialane.gateway.assembly import MAX_ITEMS_ON_LOOP, MAX_OPTIONS_BYTES, MAX_TOKENS_ON_LOOP, Assembly
 from medialane.prepare import AssembledPrompt, ImageCost
+from medialane.types.errors import PromptRejected
+from medialane.types.feature import Feature, MediaPrompt
+from medialane.types.media import MediaSize
 from waiting import iterations
 
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
-from medialane.core.loop_fairness import SMALL_BYTES, LoopFairness
 from medialane.gateway import GatewayConfig
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge
+from medialane.runtime.loop_fairness import SMALL_BYTES, LoopFairness
+from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from waiting import eventually
 
 CONFIG = GatewayConfig()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
+from medialane.types.errors import StartupFailed
 
 
 def test_defaults_are_valid():

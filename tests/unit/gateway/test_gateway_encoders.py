@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.media import MediaSize
-from medialane.core.request import EncoderCard, OutputDelta
 from medialane.gateway import Encoders, GatewayConfig, ShmTransport, WorkerPool
 from medialane.gateway.requests import RequestRecord
 from medialane.observability import Metrics
 from medialane.routing import EncodeCosts, RoutingConfig
 from medialane.testing.fake_handler import FAKE_CARD
 from medialane.testing.fake_worker_link import FakeLink
+from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.media import MediaSize
+from medialane.types.request import EncoderCard, OutputDelta
 
 DIGEST = "d" * 64
 PLACED = PlacedFeature(Feature("image", "h" * 64, b"", (), MediaSize()), PlaceholderRange(0, 4))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from medialane.core.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
-from medialane.core.media import Alias, MediaRef
 from medialane.gateway import ExtractedMedia, References, RequestScope
 from medialane.gateway.error_responses import ErrorSender, error_form
+from medialane.types.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
+from medialane.types.media import Alias, MediaRef
 
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 BUSY = NoWorkerReady("no worker", retry_after_s=5)

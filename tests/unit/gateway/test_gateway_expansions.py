@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.core.feature import MediaSpan
 from medialane.gateway.expansions import Expansions, Item
+from medialane.types.feature import MediaSpan
 
 IMAGE, VIDEO = 900, 901
 #: What the items of the tests expand to.

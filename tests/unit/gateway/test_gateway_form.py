@@ -8,10 +8,10 @@ import pytest
 from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
-from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
 from medialane.gateway import GatewayConfig, References
 from medialane.gateway.intake import extract_files as extract_files_with
 from medialane.media import MediaConfig
+from medialane.types.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
 
 CONFIG = MediaConfig(max_items=2, max_audio_bytes=5000)
 TYPE = b'multipart/form-data; boundary="b0"'

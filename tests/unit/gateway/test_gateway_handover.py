@@ -4,25 +4,25 @@ from typing import NamedTuple
 
 import pytest
 
-from medialane.core.feature import (
+from medialane.gateway import PullTransport, ShmTransport, TransferPath
+from medialane.gateway.handover import prompt_for
+from medialane.observability import StageTimeline
+from medialane.types.feature import (
     Embedding,
     Feature,
     MediaPrompt,
     PlacedFeature,
     PlaceholderRange,
     PreparedPrompt,
+    RemoteEntry,
     StagedItem,
     WantedEmbedding,
 )
-from medialane.core.hashing import embedding_key
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.request import EncoderCard
-from medialane.core.stage import STAGES
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.gateway import PullTransport, ShmTransport, TransferPath
-from medialane.gateway.handover import prompt_for
-from medialane.observability import StageTimeline
+from medialane.types.hashing import embedding_key
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import EncoderCard
+from medialane.types.stage import STAGES
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 PLACE = PlaceholderRange(1, 4, b"\1\1\0\1")
 

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from medialane.core.errors import StartupFailed
-from medialane.core.request import WorkerLoad
 from medialane.gateway import WorkerPool, health_of
 from medialane.testing.fake_handler import FAKE_CARD
 from medialane.testing.fake_worker_link import FakeLink
+from medialane.types.errors import StartupFailed
+from medialane.types.request import WorkerLoad
 from medialane.wire import LoadReport
 
 ENCODER = msgspec.structs.replace(FAKE_CARD, role="encoder")

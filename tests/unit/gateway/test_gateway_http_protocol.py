@@ -9,12 +9,12 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import BoundedServer, GatewayConfig, IntakeMiddleware, ScopeMiddleware, http_bounds
 from medialane.gateway import http_protocol as module
 from medialane.gateway.http_protocol import MAX_TARGET_BYTES
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medialane.core.embeds import decode_embeds
-from medialane.core.errors import (
+from medialane.gateway import GatewayConfig, References, RequestScope
+from medialane.gateway.intake import Intake
+from medialane.gateway.intake import extract as extract_with
+from medialane.gateway.intake.json_scan import scan_json
+from medialane.gateway.intake.skeleton import as_utf8
+from medialane.media import MAX_URL_BYTES, MediaConfig
+from medialane.types.errors import (
     BodyTooLarge,
     EmptyMedia,
     InvalidBase64,
@@ -26,12 +31,7 @@ from medialane.core.errors import (
     TooManyMediaItems,
     UnsupportedMediaType,
 )
-from medialane.gateway import GatewayConfig, References, RequestScope
-from medialane.gateway.intake import Intake
-from medialane.gateway.intake import extract as extract_with
-from medialane.gateway.intake.json_scan import scan_json
-from medialane.gateway.intake.skeleton import as_utf8
-from medialane.media import MAX_URL_BYTES, MediaConfig
+from medialane.types.tensor import decode_embeds
 from published import published_url
 
 CONFIG = MediaConfig()

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from medialane.core.errors import InvalidRequest, TooManyFrames
 from medialane.gateway import References
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidRequest, TooManyFrames
 
 URL = "https://example.com/clip.mp4"
 CONFIG = MediaConfig(max_sampled_frames=100, max_image_pixels=5_000_000, max_video_pixels=2_000_000)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from medialane.core.errors import InvalidMediaUrl
-from medialane.core.media_lease import media_hash
 from medialane.gateway import References
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidMediaUrl
+from medialane.types.media_lease import media_hash
 
 URL = f"medialane:media/{media_hash(owner='tenant:search', salt='', content='a' * 64)}"
 

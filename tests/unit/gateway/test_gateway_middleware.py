@@ -8,13 +8,13 @@ import tracemalloc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import BodyTooLarge
-from medialane.core.feature import Feature, StagedItem
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import MediaSize
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import BodyTooLarge
+from medialane.types.feature import Feature, StagedItem
+from medialane.types.media import MediaSize
 
 JSON = [(b"content-type", b"application/json")]
 DATA = bytes(range(256)) * 40

@@ -18,9 +18,6 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route, Router
 
-from medialane.core.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
-from medialane.core.media import MediaRef
-from medialane.core.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
@@ -50,6 +47,9 @@ from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
 from medialane.observability import Metrics
+from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
+from medialane.types.media import MediaRef
+from medialane.types.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
 
 BEARER = {"authorization": "Bearer admin"}
 #: Faster than the second of real servers.

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 
 from medialane.arena import describe
-from medialane.core.errors import InvalidRequest
-from medialane.core.feature import Feature, FoundItem, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import Alias, EncodedMedia, Image, MediaRef, MediaSize
-from medialane.core.media_hash import DecodedItem
-from medialane.core.tensor import TensorSpec
 from medialane.gateway import PlainHashes, open_scope
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.request_media import RequestMedia
 from medialane.media import MediaConfig
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_images import sample_jpeg
+from medialane.types.errors import InvalidRequest
+from medialane.types.feature import Feature, FoundItem, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.hashing import DecodedItem
+from medialane.types.media import Alias, EncodedMedia, Image, MediaRef, MediaSize
+from medialane.types.tensor import TensorSpec
 
 FILE = sample_jpeg(1, 6, 4)
 OF_URL = b"the content of the URL"

@@ -11,13 +11,13 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import StartupFailed
-from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.gateway.recording import MAX_PENDING_BYTES, Recorder, RecordingConfig, parse_stand_in
 from medialane.gateway.recording.redaction import without_secrets
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import StartupFailed
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -16,11 +16,11 @@ import requests
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import RateLimitExceeded
 from medialane.gateway import BoundedServer, GatewayConfig, ScopeMiddleware, http_bounds
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.http_protocol import MAX_DISCARDED_BYTES
 from medialane.observability import Metrics
+from medialane.types.errors import RateLimitExceeded
 from waiting import eventually
 
 BODY = bytes(50_000_000)

@@ -9,10 +9,6 @@ import msgspec
 import openai
 import pytest
 
-from medialane.core.feature import Feature, MediaSpan, StagedItem
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import Alternative, CostParts, OutputDelta, RoutingDecision
-from medialane.core.stage import STAGES
 from medialane.gateway import (
     ExtractedMedia,
     InlineTransport,
@@ -23,6 +19,10 @@ from medialane.gateway import (
     report,
 )
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
+from medialane.types.feature import Feature, MediaSpan, StagedItem
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision
+from medialane.types.stage import STAGES
 
 REPORT = b'{"items":[{"param":"x"}]}'
 REPORT_FIELDS = json.loads(REPORT)

@@ -4,15 +4,15 @@ import msgspec
 import pytest
 
 from medialane.arena import describe
-from medialane.core.errors import InvalidImage
-from medialane.core.feature import Embedding, Feature, FoundItem, MediaPrompt
-from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
-from medialane.core.stage import STAGES
-from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.gateway import open_scope
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.request_media import FINDERS, RequestMedia
 from medialane.testing.fake_processor import FakeAssembler
+from medialane.types.errors import InvalidImage
+from medialane.types.feature import Embedding, Feature, FoundItem, MediaPrompt
+from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
+from medialane.types.stage import STAGES
+from medialane.types.tensor import ArenaRange, TensorSpec
 
 REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))
 PROMPT = MediaPrompt([1, 7, 7, 7], REFS)

@@ -5,16 +5,16 @@ import time
 import msgspec
 import pytest
 
-from medialane.core.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
-from medialane.core.feature import Feature, StagedItem
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import CompletionDelta, OutputDelta, RoutingDecision
-from medialane.core.stage import STAGES
 from medialane.gateway import ShmTransport, TransferPath
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
 from medialane.gateway.requests.item_record import without_urls
 from medialane.gateway.requests.rates import BOUNDS_MS, Rates, Waits, series
+from medialane.types.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
+from medialane.types.feature import Feature, StagedItem
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import CompletionDelta, OutputDelta, RoutingDecision
+from medialane.types.stage import STAGES
 
 HASH = "0123456789abcdef" * 4
 SECRET_URL = "https://user:password@cdn.example.com:8443/path/to/secret.png?token=secret"

@@ -4,16 +4,16 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.kv_events import KvChange
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import EncoderCard, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router
 from medialane.testing.fake_worker_link import ARENA, FakeLink
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.kv_events import KvChange
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import EncoderCard, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire import ArenaMapped, EncoderCleared, KvBlocks
 
 

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import (
+from medialane.gateway import ExtractedMedia, current_scope, open_scope
+from medialane.types.errors import (
     ArenaFull,
     ClientDisconnected,
     InvalidBody,
@@ -12,8 +13,7 @@ from medialane.core.errors import (
     InvalidMediaUrl,
     WorkerDraining,
 )
-from medialane.core.media import MediaRef
-from medialane.gateway import ExtractedMedia, current_scope, open_scope
+from medialane.types.media import MediaRef
 from waiting import iterations
 
 

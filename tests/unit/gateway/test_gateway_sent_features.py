@@ -5,11 +5,11 @@ from base64 import b64encode
 
 import pytest
 
-from medialane.core.errors import InvalidBase64, InvalidRequest, TooManyMediaItems
 from medialane.gateway import References
 from medialane.gateway.intake import extract
 from medialane.gateway.intake.sent_features import placeholder_field
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidBase64, InvalidRequest, TooManyMediaItems
 
 HASH, OTHER = "a" * 64, "b" * 64
 TENSORS = bytes(range(256)) * 20

@@ -10,19 +10,19 @@ import msgspec
 import pytest
 from PIL import Image as PILImage
 
-from medialane.core.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
-from medialane.core.feature import Feature
-from medialane.core.hashing import content_hash, feature_key
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
-from medialane.core.tensor import ArenaRange
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline, TimelineReport
 from medialane.observability.timeline import ReportedStep
 from medialane.prepare import Described
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store import AliasResolved, DescribeItem, ImageSize, ItemDescribed, ItemFound, ResolveAlias, SendData
 from medialane.store.client import ConnectionLost
+from medialane.types.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
+from medialane.types.feature import Feature
+from medialane.types.hashing import content_hash, feature_key
+from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
+from medialane.types.tensor import ArenaRange
 
 PARAM = "messages[0].content[0].image_url"
 ENTRY = ArenaRange("a" * 32, 0, 4096, 1)

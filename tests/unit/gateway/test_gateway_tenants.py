@@ -9,10 +9,10 @@ import multiprocessing
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import LimitExceeded, StartupFailed
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, ScopeMiddleware, current_scope
 from medialane.gateway.admission import SharedCounts, Tenants
 from medialane.observability import Metrics
+from medialane.types.errors import LimitExceeded, StartupFailed
 from waiting import eventually
 
 ROUTES = {

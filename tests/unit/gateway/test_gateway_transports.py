@@ -5,15 +5,14 @@ from typing import NamedTuple
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Embedding, Feature, MediaPayload
-from medialane.core.media import MediaSize
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.stage import STAGES, Stage
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import InlineTransport, PullTransport, ShmTransport, Transport, Transports
 from medialane.gateway import transports as module
 from medialane.observability import StageTimeline
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import Embedding, Feature, MediaPayload, RemoteEntry
+from medialane.types.media import MediaSize
+from medialane.types.stage import STAGES, Stage
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 SPEC = TensorSpec("uint8", (1000,))
 NOWHERE = TensorDescriptor(SPEC, ArenaRange("a" * 32, 4096, 1024 + 64, 1), 64)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import TtftLimitExceeded
-from medialane.core.request import Endpoint, ModelCard, OutputDelta, WorkerLoad
-from medialane.core.stats import PoolStats
 from medialane.gateway.admission import CostForecast, NewItem, TtftLimit
 from medialane.observability import Metrics
 from medialane.routing import EngineWork, Router
+from medialane.types.errors import TtftLimitExceeded
+from medialane.types.request import Endpoint, ModelCard, OutputDelta, WorkerLoad
+from medialane.types.stats import PoolStats
 
 #: Of the engines here: ms of a request, of each token, and of each embedding. The router assumes 5, 0.05 and 0.03.
 REQUEST_MS, TOKEN_MS, EMBED_MS = 10.0, 0.5, 1.2

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import (
+from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool, health_of
+from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.worker_pool import on_hosts_of
+from medialane.observability import Metrics
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.errors import (
     GenerationFailed,
     InvalidRequest,
     NoWorkerReady,
@@ -19,12 +24,7 @@ from medialane.core.errors import (
     WorkerLost,
     WorkerStalled,
 )
-from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool, health_of
-from medialane.gateway.worker_link import RpcClient
-from medialane.gateway.worker_pool import on_hosts_of
-from medialane.observability import Metrics
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Hello, RpcConfig
 from medialane.worker.gateway_link import RpcServer
 from waiting import eventually

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, tones
 from decoded_media import decode_audio
-from medialane.core.errors import (
+from medialane.media import MediaConfig, audio
+from medialane.types.errors import (
     AudioTooLong,
     EmptyMedia,
     InvalidAudio,
@@ -22,7 +23,6 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, audio
 
 CONFIG = MediaConfig()
 MIB = 1 << 20

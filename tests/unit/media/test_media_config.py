@@ -1,7 +1,7 @@
 import pytest
 
-from medialane.core.errors import StartupFailed
 from medialane.media import FetchLimits, MediaConfig
+from medialane.types.errors import StartupFailed
 
 
 def test_defaults_are_valid():

@@ -2,8 +2,8 @@ from base64 import b64encode
 
 import pytest
 
-from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
 from medialane.media import decode_base64, parse_header, split_data_url
+from medialane.types.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
 
 LIMIT = 1000
 

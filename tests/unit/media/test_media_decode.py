@@ -4,7 +4,8 @@ from contextlib import suppress
 import pytest
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
-from medialane.core.errors import (
+from medialane.media import MediaConfig, container, probe, sniff
+from medialane.types.errors import (
     AudioTooLong,
     EmptyMedia,
     InvalidAudio,
@@ -12,7 +13,6 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, container, probe, sniff
 
 CONFIG = MediaConfig()
 

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from medialane.core.errors import InvalidImage, UnsupportedMediaType
-from medialane.core.media import MediaSize
-from medialane.core.modalities import MODALITIES, ModalityTraits
 from medialane.media import MediaConfig, decode, installed_kinds, measure, needs_probe, probe, sniff
 from medialane.media.decoders import DECODERS, Decoder
 from medialane.media.kinds import Kind
 from medialane.prepare.processor import decoded_item
+from medialane.types.errors import InvalidImage, UnsupportedMediaType
+from medialane.types.media import MODALITIES, MediaSize, ModalityTraits
 
 CONFIG = MediaConfig()
 MAGIC = b"PCD\1"

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from medialane.core.embeds import UNNAMED, decode_embeds, encode_embeds
-from medialane.core.errors import (
+from medialane.media import read_embeds
+from medialane.media.embeds import MAX_NUMBERS, MAX_RECORDS, read_tensor
+from medialane.types.errors import (
     EmptyMedia,
     InvalidBase64,
     InvalidEmbeds,
@@ -24,9 +25,7 @@ from medialane.core.errors import (
     InvalidRequest,
     MediaTooLarge,
 )
-from medialane.core.tensor import TensorSpec
-from medialane.media import read_embeds
-from medialane.media.embeds import MAX_NUMBERS, MAX_RECORDS, read_tensor
+from medialane.types.tensor import UNNAMED, TensorSpec, decode_embeds, encode_embeds
 
 MIB = 1 << 20
 

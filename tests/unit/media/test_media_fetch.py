@@ -6,15 +6,15 @@ from kept_bodies import Fetched, KeptFetcher
 
 from http_origin import answer
 from kept_names import KeptNames
-from medialane.core.errors import (
+from medialane.media import MediaConfig
+from medialane.types.errors import (
     MediaFetchFailed,
     MediaFetchTimeout,
     MediaUrlForbidden,
     UnsupportedUrlScheme,
 )
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
-from medialane.media import MediaConfig
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fresh_s=1000.0)
 BODY = b"body" * 1000

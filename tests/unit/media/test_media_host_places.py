@@ -3,8 +3,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from medialane.core.errors import MediaOverloaded
 from medialane.media.host_places import FetchTime, HostPlaces
+from medialane.types.errors import MediaOverloaded
 from waiting import eventually
 
 

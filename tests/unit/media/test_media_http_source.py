@@ -15,7 +15,10 @@ from aiohttp.abc import AbstractResolver
 from kept_bodies import HeapBody, KeptSource
 
 from http_origin import HttpOrigin, answer
-from medialane.core.errors import (
+from medialane.media import FetchLimits, MediaConfig
+from medialane.media.http_cache import Freshness, Validators, url_digest
+from medialane.media.http_source import _mapped_errors, _RetryableFailure
+from medialane.types.errors import (
     EmptyMedia,
     InvalidImage,
     MediaFetchFailed,
@@ -28,10 +31,7 @@ from medialane.core.errors import (
     UnsupportedUrlScheme,
     UpstreamFailed,
 )
-from medialane.core.hashing import content_hash
-from medialane.media import FetchLimits, MediaConfig
-from medialane.media.http_cache import Freshness, Validators, url_digest
-from medialane.media.http_source import _mapped_errors, _RetryableFailure
+from medialane.types.hashing import content_hash
 from waiting import eventually
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))

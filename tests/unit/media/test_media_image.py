@@ -13,7 +13,8 @@ from PIL import Image as PILImage
 from PIL import PngImagePlugin
 
 from decoded_media import check_image, decode_image
-from medialane.core.errors import (
+from medialane.media import MediaConfig, oriented_size
+from medialane.types.errors import (
     EmptyMedia,
     ImageTooComplex,
     ImageTooLarge,
@@ -21,7 +22,6 @@ from medialane.core.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, oriented_size
 
 CONFIG = MediaConfig()
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from medialane.core.errors import (
+from medialane.media import MediaConfig, sniff_image
+from medialane.types.errors import (
     EmptyMedia,
     ImageTooComplex,
     ImageTooLarge,
@@ -15,7 +16,6 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, sniff_image
 
 CONFIG = MediaConfig()
 

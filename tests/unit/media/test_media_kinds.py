@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.core.errors import UnsupportedMediaType
 from medialane.media import MediaConfig, decoders, installed_kinds, kinds, sniff
 from medialane.media.decoders import find_kinds
 from medialane.media.kinds import Kind, Kinds
+from medialane.types.errors import UnsupportedMediaType
 
 #: No decoder is run on this: sniffing reads its header.
 AVIF = (

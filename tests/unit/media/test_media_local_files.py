@@ -6,7 +6,10 @@ import threading
 import pytest
 from kept_bodies import KeptFiles
 
-from medialane.core.errors import (
+from medialane.media import FetchLimits, local_files
+from medialane.media.local_files import OpenFile
+from medialane.runtime.linux import libc
+from medialane.types.errors import (
     EmptyMedia,
     InvalidMediaUrl,
     MediaFetchFailed,
@@ -15,10 +18,7 @@ from medialane.core.errors import (
     MediaUrlForbidden,
     Unavailable,
 )
-from medialane.core.hashing import content_hash
-from medialane.core.process.libc import libc
-from medialane.media import FetchLimits, local_files
-from medialane.media.local_files import OpenFile
+from medialane.types.hashing import content_hash
 from waiting import eventually
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)

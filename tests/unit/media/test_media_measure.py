@@ -6,10 +6,10 @@ import pytest
 import soundfile
 
 from audio_maker import by_ffmpeg, by_libsndfile, tones
-from medialane.core.errors import InvalidAudio, InvalidVideo, VideoTooLarge
-from medialane.core.media import FrameBatch, MediaSize
 from medialane.media import MediaConfig, decode, measure, sniff
 from medialane.media.video_capture import Capture
+from medialane.types.errors import InvalidAudio, InvalidVideo, VideoTooLarge
+from medialane.types.media import FrameBatch, MediaSize
 from video_clips import broken, clip, remux
 
 CONFIG = MediaConfig()

@@ -9,9 +9,9 @@ from PIL import Image as PILImage
 from PIL import PngImagePlugin
 
 from decoded_media import decode_image, measure_image
-from medialane.core.errors import ImageTooLarge, InvalidImage, UnsupportedMediaType
-from medialane.core.media import MediaSize
 from medialane.media import MediaConfig, oriented_size
+from medialane.types.errors import ImageTooLarge, InvalidImage, UnsupportedMediaType
+from medialane.types.media import MediaSize
 
 CONFIG = MediaConfig()
 SIZE = (37, 21)

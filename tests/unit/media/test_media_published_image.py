@@ -8,14 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from medialane.core.errors import (
-    ImageTooLarge,
-    InvalidBase64,
-    InvalidDataUrl,
-    InvalidImage,
-    MediaTooLarge,
-    UnsupportedMediaType,
-)
 from medialane.media import (
     MAX_URL_BYTES,
     PIXMAP_HEADER_BYTES,
@@ -29,6 +21,14 @@ from medialane.media import (
     pixmap_size,
     read_published,
     sniff,
+)
+from medialane.types.errors import (
+    ImageTooLarge,
+    InvalidBase64,
+    InvalidDataUrl,
+    InvalidImage,
+    MediaTooLarge,
+    UnsupportedMediaType,
 )
 from published import published_url
 

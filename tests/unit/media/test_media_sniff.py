@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 
 from audio_maker import FILES
-from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig, needs_probe, sniff
+from medialane.types.errors import MedialaneError
 
 MIB = 1 << 20
 CONFIG = MediaConfig(max_image_bytes=128 * MIB, max_audio_bytes=128 * MIB)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from medialane.core.errors import InvalidAudio, InvalidImage, InvalidVideo, UnsupportedMediaType
 from medialane.media import MediaConfig, sniff
+from medialane.types.errors import InvalidAudio, InvalidImage, InvalidVideo, UnsupportedMediaType
 
 INVALID = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
 

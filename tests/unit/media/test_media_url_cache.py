@@ -2,9 +2,9 @@ import pytest
 
 from kept_names import KeptNames
 from medialane.arena.names import MAX_PAYLOAD_BYTES
-from medialane.core.media import Alias
 from medialane.media.http_cache import KnownUrl, UrlCache, Validators, url_key
 from medialane.store import Aliases
+from medialane.types.media import Alias
 
 HASH = "ab" * 32
 TAGGED = Validators(b"a", '"1"', None)

@@ -3,15 +3,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
-from medialane.core.errors import (
+from medialane.media import MediaConfig
+from medialane.media.url_guard import UrlGuard
+from medialane.types.errors import (
     InvalidMediaUrl,
     MedialaneError,
     MediaUrlForbidden,
     UnsupportedUrlScheme,
     UpstreamFailed,
 )
-from medialane.media import MediaConfig
-from medialane.media.url_guard import UrlGuard
 
 GUARD = UrlGuard(MediaConfig())
 INSIDE = UrlGuard(MediaConfig(allowed_media_networks=("127.0.0.0/8", "fd00::/16")))

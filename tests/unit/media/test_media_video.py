@@ -6,7 +6,9 @@ import struct
 import numpy as np
 import pytest
 
-from medialane.core.errors import (
+from medialane.media import MediaConfig, container, probe
+from medialane.media.video import open_video
+from medialane.types.errors import (
     EmptyMedia,
     InvalidBase64,
     InvalidVideo,
@@ -16,8 +18,6 @@ from medialane.core.errors import (
     VideoTooLarge,
     VideoTooLong,
 )
-from medialane.media import MediaConfig, container, probe
-from medialane.media.video import open_video
 from video_clips import clip, jpegs, remux
 
 

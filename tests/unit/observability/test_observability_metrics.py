@@ -1,8 +1,9 @@
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.core.stats import (
+from medialane.observability import Metrics, StageTimeline
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad
+from medialane.types.stats import (
     ArenaStats,
     EmbeddingStats,
     PoolStats,
@@ -11,7 +12,6 @@ from medialane.core.stats import (
     StoreStats,
     WaitStats,
 )
-from medialane.observability import Metrics, StageTimeline
 
 
 def arena_stats(**changed):

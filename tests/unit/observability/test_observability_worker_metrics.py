@@ -5,9 +5,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
 from medialane.observability import MetricMirror, MetricReader, Metrics
 from medialane.observability.worker_metrics import PIECE_SERIES
+from medialane.types.stats import MetricChanges, MetricFamily, MetricSeries
 
 
 class Pair:

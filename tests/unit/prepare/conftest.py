@@ -9,7 +9,7 @@ from preparer_pools import png, put
 
 from builders import checked_arena
 from medialane.arena import Arena, Lease
-from medialane.core.media import EncodedMedia
+from medialane.types.media import EncodedMedia
 
 
 @pytest.fixture

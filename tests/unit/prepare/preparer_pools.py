@@ -13,10 +13,10 @@ import numpy as np
 from PIL import Image as PILImage
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
-from medialane.core.hashing import content_hash
-from medialane.core.media import EncodedMedia
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool, confinement, prebuilt
+from medialane.types.hashing import content_hash
+from medialane.types.media import EncodedMedia
 
 FACTORY = "medialane.testing.fake_processor:build_processor"
 

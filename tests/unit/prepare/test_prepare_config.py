@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from medialane.core.errors import StartupFailed
 from medialane.prepare import PrepareConfig
+from medialane.types.errors import StartupFailed
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from preparer_pools import is_running
 
-from medialane.core.errors import StartupFailed
 from medialane.prepare import confinement
+from medialane.types.errors import StartupFailed
 from waiting import wait_until
 
 

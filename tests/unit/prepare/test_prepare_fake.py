@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from medialane.core.errors import PromptRejected
-from medialane.core.feature import Feature
-from medialane.core.media import Image, MediaSize
 from medialane.prepare import Assembler, Processor
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler, build_processor, num_placeholder_tokens
+from medialane.types.errors import PromptRejected
+from medialane.types.feature import Feature
+from medialane.types.media import Image, MediaSize
 
 PROCESSOR: Processor = build_processor(b"")
 ASSEMBLER: Assembler = FakeAssembler()

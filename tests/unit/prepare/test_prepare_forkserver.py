@@ -4,11 +4,11 @@ import os
 import pytest
 from preparer_pools import children, make_pool
 
-from medialane.core.errors import StartupFailed
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.prepare.forkserver import load_factory
 from medialane.testing.fake_processor import build_processor
+from medialane.types.errors import StartupFailed
 from waiting import eventually
 
 

@@ -7,9 +7,9 @@ import signal
 import pytest
 from preparer_pools import make_pool, png, put, running
 
-from medialane.core.errors import InvalidImage, PreparerCrashed, UnsupportedMediaType
-from medialane.core.media import MediaSize
 from medialane.prepare import Described
+from medialane.types.errors import InvalidImage, PreparerCrashed, UnsupportedMediaType
+from medialane.types.media import MediaSize
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@ import asyncio
 import pytest
 from preparer_pools import png, put
 
-from medialane.core.errors import MediaOverloaded, Unavailable
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
 from medialane.prepare.messages import ProcessItem
+from medialane.types.errors import MediaOverloaded, Unavailable
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 import msgspec
 import pytest
 
-from medialane.core.errors import ErrorReport, PreparationFailed
-from medialane.core.media import EncodedMedia, MediaSize
-from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig
 from medialane.prepare import messages as m
 from medialane.prepare.sandbox import Sandbox
+from medialane.types.errors import ErrorReport, PreparationFailed
+from medialane.types.media import EncodedMedia, MediaSize
+from medialane.types.tensor import ArenaRange, TensorSpec
 
 RANGE = ArenaRange("0" * 32, 4096, 128, 1)
 

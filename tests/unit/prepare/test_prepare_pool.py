@@ -15,22 +15,6 @@ import pytest
 import uvloop
 from preparer_pools import FACTORY, children, forkserver_of, is_running, make_pool, png, put, refuse_reading, running
 
-from medialane.core.errors import (
-    ArenaFull,
-    InvalidImage,
-    InvalidRequest,
-    MediaOverloaded,
-    MediaTooLarge,
-    PreparationFailed,
-    PreparerCrashed,
-    PreparerTimeout,
-    StartupFailed,
-    Unavailable,
-    UnsupportedMediaType,
-)
-from medialane.core.feature import MAX_HEADER_BYTES
-from medialane.core.media import MediaSize
-from medialane.core.process import heartbeat
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
 from medialane.prepare import (
@@ -45,6 +29,22 @@ from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES, NeedRange
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.sandbox import WRITE_ARENA
+from medialane.runtime import heartbeat
+from medialane.types.errors import (
+    ArenaFull,
+    InvalidImage,
+    InvalidRequest,
+    MediaOverloaded,
+    MediaTooLarge,
+    PreparationFailed,
+    PreparerCrashed,
+    PreparerTimeout,
+    StartupFailed,
+    Unavailable,
+    UnsupportedMediaType,
+)
+from medialane.types.feature import MAX_HEADER_BYTES
+from medialane.types.media import MediaSize
 from planted_secrets import texts_of
 from waiting import eventually, wait_until
 

@@ -10,7 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 from preparer_pools import is_running, make_pool, refuse_reading, running
 
-from medialane.core.errors import (
+from medialane.prepare import forkserver_process, job_run, pool
+from medialane.prepare.job_run import JobRunner
+from medialane.prepare.messages import Copied
+from medialane.prepare.preparer_process import PreparerProcess
+from medialane.types.errors import (
     ArenaFull,
     InvalidImage,
     PreparationFailed,
@@ -18,10 +22,6 @@ from medialane.core.errors import (
     PreparerTimeout,
     Unavailable,
 )
-from medialane.prepare import forkserver_process, job_run, pool
-from medialane.prepare.job_run import JobRunner
-from medialane.prepare.messages import Copied
-from medialane.prepare.preparer_process import PreparerProcess
 from waiting import eventually
 
 FIRST, SECOND, THIRD = ("a" * 64, "b" * 64, "c" * 64)

@@ -7,10 +7,10 @@ import signal
 import pytest
 from preparer_pools import make_pool, png, put, running
 
-from medialane.core.errors import PreparerCrashed, PreparerTimeout, Unavailable
 from medialane.prepare import job_run
 from medialane.prepare.preparer_process import PreparerProcess
 from medialane.prepare.quarantine import MAX_ENDED, MAX_ITEMS, QUARANTINE_S, Quarantine
+from medialane.types.errors import PreparerCrashed, PreparerTimeout, Unavailable
 from waiting import eventually
 
 POISON, INNOCENT = "a" * 64, "b" * 64

@@ -19,11 +19,11 @@ from preparer_pools import fork_forkserver, forkserver_of, png, put, running
 
 from builders import checked_arena
 from medialane.arena import Arena, ArenaConfig
-from medialane.core.errors import InvalidImage, MedialaneError, MediaTooLarge, PreparationFailed, PreparerCrashed
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.prepare.process_memory import read_into
 from medialane.prepare.sandbox import Sandbox, memory_is_readable
+from medialane.types.errors import InvalidImage, MedialaneError, MediaTooLarge, PreparationFailed, PreparerCrashed
 from waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_parts import RouterParts, scoring_input
 
-from medialane.core.feature import MediaSpan
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import RoutingConfig, RoutingRequest
 from medialane.routing.block_index import longest
 from medialane.routing.cost import EncoderItem, encoder_items
+from medialane.types.feature import MediaSpan
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 BLOCK = 16
 CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=8)

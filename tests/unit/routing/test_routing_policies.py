@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_parts import RouterParts, scoring_input
 
-from medialane.core.request import Endpoint, WorkerLoad
 from medialane.routing import RoutingConfig, RoutingRequest
+from medialane.types.request import Endpoint, WorkerLoad
 
 NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from routing_parts import RouterParts, scoring_input
 
-from medialane.core.feature import MediaSpan
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import RoutingRequest
+from medialane.types.feature import MediaSpan
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 CARD = ModelCard("m", 4096, 16, {}, encoder_cache_tokens=1000)
 IDS = np.arange(6, dtype=np.uint64)

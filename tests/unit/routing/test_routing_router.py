@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders import Clock
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.errors import NoWorkerReady
-from medialane.core.feature import MediaSpan
-from medialane.core.kv_events import KvChange
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import Router, RoutingConfig, RoutingRequest
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.errors import NoWorkerReady
+from medialane.types.feature import MediaSpan
+from medialane.types.kv_events import KvChange
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 BLOCK = 16
 CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=64)

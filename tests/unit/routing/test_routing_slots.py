@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing import RoutingConfig, RoutingRequest
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 
 def card(**kwargs):

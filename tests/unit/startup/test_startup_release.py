@@ -24,8 +24,8 @@ WITHOUT_VLLM = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'torch', '
 IMPORTS = f"""{WITHOUT_VLLM}
 import importlib.metadata
 from importlib.resources import files
-import medialane.client, medialane.core.errors, medialane.gateway, medialane.prepare, medialane.routing, medialane.store
-import medialane.cli.serve, medialane.cluster.local, medialane.worker
+import medialane.client, medialane.types.errors, medialane.gateway, medialane.prepare, medialane.routing
+import medialane.store, medialane.cli.serve, medialane.cluster.local, medialane.worker
 from medialane.cluster.vllm_flags import flag_table
 assert "--max-model-len" in flag_table()["flags"]
 assert b"</html>" in files("medialane.gateway").joinpath("page", "index.html").read_bytes()

@@ -8,14 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import Mover, Pulls
-from medialane.peers.peer_connection import PeerConnection
-from medialane.peers.peer_messages import (
+from medialane.transfer import Mover, Pulls
+from medialane.transfer.peer_connection import PeerConnection
+from medialane.transfer.peer_messages import (
     PROTOCOL,
     EntryOpened,
     PeerHello,
@@ -23,6 +18,10 @@ from medialane.peers.peer_messages import (
     decode_from_source,
     decode_to_source,
 )
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import Feature, RemoteEntry
+from medialane.types.media import MediaSize
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import Listener, Role, RpcConfig, Security, dial
 
 RPC = RpcConfig()

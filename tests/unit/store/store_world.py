@@ -10,15 +10,15 @@ from functools import cached_property
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, ClientSlot, FillWriter, Lease, Lineage, layout
-from medialane.core.errors import ArenaFull
-from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.stats import PoolStats, StoreStats
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.peers import Pulls
 from medialane.store import FindItem, ItemFound, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.store.items import LeasedItem
+from medialane.transfer import Pulls
+from medialane.types.errors import ArenaFull
+from medialane.types.feature import Feature, FoundEmbedding, WantedEmbedding
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.stats import PoolStats, StoreStats
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 from poison import poison_freed
 from waiting import eventually

@@ -5,11 +5,11 @@ import tracemalloc
 import pytest
 
 from kept_names import KeptNames
-from medialane.core.errors import UuidConflict
-from medialane.core.media import Alias
-from medialane.core.media_lease import TENANT
 from medialane.store import Aliases
 from medialane.store.aliases import AliasTarget
+from medialane.types.errors import UuidConflict
+from medialane.types.media import Alias
+from medialane.types.media_lease import TENANT
 
 
 @pytest.fixture

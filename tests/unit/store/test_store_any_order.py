@@ -16,8 +16,8 @@ from store_world import DIRECTORY, ITEM_BYTES, World, pattern, wanted
 
 from medialane.arena import FillWriter
 from medialane.arena.layout import COMPLETED_WORD
-from medialane.core.errors import HandoverFailed
 from medialane.store import HoldCache, HoldPasser, StoreEntries, embeddings, hold_passing, link
+from medialane.types.errors import HandoverFailed
 from waiting import eventually
 
 CONTENTS = st.sampled_from("abcdefgh")

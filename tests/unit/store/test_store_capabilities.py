@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from medialane.core.errors import HandoverFailed
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaRange
-from medialane.peers.capabilities import LIFETIME_S, Capabilities
+from medialane.transfer.capabilities import LIFETIME_S, Capabilities
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import RemoteEntry
+from medialane.types.tensor import ArenaRange
 
 RANGE = ArenaRange("a" * 32, 4096, 1088, 7)
 

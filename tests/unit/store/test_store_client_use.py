@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from medialane.core.errors import ProtocolViolation
-from medialane.core.tensor import ArenaRange
 from medialane.store.client_use import ClientUse
 from medialane.store.messages import HeldEntry
+from medialane.types.errors import ProtocolViolation
+from medialane.types.tensor import ArenaRange
 
 
 class Lease:

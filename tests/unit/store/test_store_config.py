@@ -3,8 +3,8 @@
 import pytest
 
 from medialane.config import load_config
-from medialane.core.errors import StartupFailed
 from medialane.store import StoreConfig
+from medialane.types.errors import StartupFailed
 
 
 def test_defaults_are_valid():

@@ -12,9 +12,9 @@ import pytest
 from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, pattern, wanted, write
 
 from medialane.arena import FillWriter
-from medialane.core.errors import HandoverFailed, StoreUnavailable
-from medialane.core.tensor import TensorSpec
 from medialane.store import StoreEntries, embeddings
+from medialane.types.errors import HandoverFailed, StoreUnavailable
+from medialane.types.tensor import TensorSpec
 from poison import POISON
 from waiting import eventually, iterations, line_of
 

@@ -9,13 +9,13 @@ import pytest
 
 from builders import checked_arena
 from medialane.arena import FillWriter, describe
-from medialane.core.errors import ArenaFull, ProtocolViolation
-from medialane.core.feature import MAX_HEADER_BYTES, Embedding, Feature
-from medialane.core.media import MediaSize
-from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.store import embeddings as module
 from medialane.store.embeddings import Embeddings
 from medialane.store.messages import MAX_EMBEDDING_WAIT_MS, FindEmbedding, decode_to_store
+from medialane.types.errors import ArenaFull, ProtocolViolation
+from medialane.types.feature import MAX_HEADER_BYTES, Embedding, Feature
+from medialane.types.media import MediaSize
+from medialane.types.tensor import ArenaRange, TensorSpec
 from poison import poison_freed
 from waiting import eventually, iterations
 

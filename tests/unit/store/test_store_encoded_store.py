@@ -10,12 +10,12 @@ from PIL import Image as PILImage
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.arena.adoption import RECORD_BYTES
-from medialane.core.errors import ArenaFull, InvalidImage, MediaTooLarge, UnsupportedMediaType
-from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
 from medialane.media import MediaConfig
 from medialane.store import EncodedStore
 from medialane.store.encoded_store import STEPS
+from medialane.types.errors import ArenaFull, InvalidImage, MediaTooLarge, UnsupportedMediaType
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
 
 MIB = 1 << 20
 

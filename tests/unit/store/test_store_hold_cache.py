@@ -8,8 +8,8 @@ from itertools import count
 import pytest
 from store_world import ITEM_BYTES, pattern
 
-from medialane.core.errors import ArenaFull, StoreUnavailable
 from medialane.store import StoreEntries
+from medialane.types.errors import ArenaFull, StoreUnavailable
 from waiting import eventually
 
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from store_world import ITEM_BYTES, pattern, wanted, write
 
-from medialane.core.errors import HandoverFailed, StoreUnavailable
-from medialane.core.tensor import TensorSpec
 from medialane.store import HoldPasser, StoreEntries, hold_passing
+from medialane.types.errors import HandoverFailed, StoreUnavailable
+from medialane.types.tensor import TensorSpec
 from waiting import eventually
 
 

@@ -11,7 +11,13 @@ from PIL import Image as PILImage
 
 from medialane.arena import FillWriter
 from medialane.arena.adoption import RECORD_BYTES
-from medialane.core.errors import (
+from medialane.media import MediaConfig
+from medialane.observability import StageTimeline
+from medialane.prepare import Described
+from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig
+from medialane.store.items import Processing
+from medialane.store.messages import FindEmbedding
+from medialane.types.errors import (
     ArenaFull,
     InvalidImage,
     MediaFetchFailed,
@@ -20,16 +26,10 @@ from medialane.core.errors import (
     UnknownMediaUuid,
     UuidConflict,
 )
-from medialane.core.feature import Feature
-from medialane.core.hashing import content_hash, embedding_key
-from medialane.core.media import Alias, MediaRef, MediaSize
-from medialane.core.tensor import TensorSpec
-from medialane.media import MediaConfig
-from medialane.observability import StageTimeline
-from medialane.prepare import Described
-from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig
-from medialane.store.items import Processing
-from medialane.store.messages import FindEmbedding
+from medialane.types.feature import Feature
+from medialane.types.hashing import content_hash, embedding_key
+from medialane.types.media import Alias, MediaRef, MediaSize
+from medialane.types.tensor import TensorSpec
 from waiting import eventually, iterations
 
 PARAM = "messages[0].content[0].image_url"

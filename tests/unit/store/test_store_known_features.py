@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from test_store_items import PLAIN, URL, World, by_url, picture, sent
 
-from medialane.core.errors import UnknownMedia
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.tensor import TensorSpec
 from medialane.prepare import Described
 from medialane.store import KnownFeatures
 from medialane.store.items import Processing
 from medialane.store.known_features import FeatureSource
+from medialane.types.errors import UnknownMedia
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.tensor import TensorSpec
 
 HASH = "f" * 64
 FIELD = "features.kwargs_data.image[0]"

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.core.errors import StartupFailed, StoreUnavailable
-from medialane.core.hashing import content_hash
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import MediaRef
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
+from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store import StoreEntries
+from medialane.types.errors import StartupFailed, StoreUnavailable
+from medialane.types.hashing import content_hash
+from medialane.types.media import MediaRef
 from waiting import eventually
 
 SETTINGS = {"model": "a", "dtype": "float16"}

@@ -15,25 +15,8 @@ from store_world import IDLE, RPC, Client
 
 from builders import MIB, Clock
 from medialane.arena import Arena, ArenaConfig, Lineage, NamesArea
-from medialane.core.errors import (
-    ArenaFull,
-    InvalidImage,
-    InvalidRequest,
-    InvalidUpload,
-    MediaLeasesFull,
-    MediaTooLarge,
-    ProtocolViolation,
-    UnknownMedia,
-    UnknownMediaUuid,
-    UuidConflict,
-)
-from medialane.core.hashing import content_hash
-from medialane.core.media import Alias, MediaRef, MediaSize
-from medialane.core.media_lease import MEDIA_SCHEME, TENANT
-from medialane.core.name_records import boot_time
-from medialane.core.stats import StoreStats
 from medialane.media import MediaConfig
-from medialane.peers import Pulls
+from medialane.media.name_records import boot_time
 from medialane.store import (
     Aliases,
     AskLease,
@@ -48,6 +31,23 @@ from medialane.store import (
     StoreStatus,
 )
 from medialane.store.messages import Proceed, decode_to_store
+from medialane.transfer import Pulls
+from medialane.types.errors import (
+    ArenaFull,
+    InvalidImage,
+    InvalidRequest,
+    InvalidUpload,
+    MediaLeasesFull,
+    MediaTooLarge,
+    ProtocolViolation,
+    UnknownMedia,
+    UnknownMediaUuid,
+    UuidConflict,
+)
+from medialane.types.hashing import content_hash
+from medialane.types.media import Alias, MediaRef, MediaSize
+from medialane.types.media_lease import MEDIA_SCHEME, TENANT
+from medialane.types.stats import StoreStats
 from poison import poison_freed
 from waiting import eventually
 

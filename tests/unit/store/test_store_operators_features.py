@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from test_store_items import World, by_url
 
-from medialane.core.errors import UnknownMedia
-from medialane.core.media import MediaRef
 from medialane.store import KnownFeatures
 from medialane.store.known_features import FeatureSource
+from medialane.types.errors import UnknownMedia
+from medialane.types.media import MediaRef
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import trustme
 from peer_world import Host
 
 from certificates import tls_settings
-from medialane.peers import peer_server
-from medialane.peers.peer_messages import PROTOCOL
+from medialane.transfer import peer_server
+from medialane.transfer.peer_messages import PROTOCOL
 from medialane.wire import Role, RpcConfig
 from medialane.wire.authentication import PROOF_BYTES, Handshake, Secrets
 from waiting import eventually

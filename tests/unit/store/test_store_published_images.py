@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from medialane.arena import layout
-from medialane.core.errors import (
+from medialane.media import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, MediaConfig, PublishedImage
+from medialane.store import EncodedStore, PublishedImages, published_images
+from medialane.testing.fake_nixl import FakeMetadata
+from medialane.transfer import Pulls
+from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.types.errors import (
     InvalidImage,
     InvalidRequest,
     MediaFetchFailed,
@@ -20,14 +25,9 @@ from medialane.core.errors import (
     Unavailable,
     UpstreamFailed,
 )
-from medialane.core.feature import Feature
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.media import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, MediaConfig, PublishedImage
-from medialane.peers import Pulls
-from medialane.peers.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
-from medialane.store import EncodedStore, PublishedImages, published_images
-from medialane.testing.fake_nixl import FakeMetadata
+from medialane.types.feature import Feature
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 from nixl_hosts import FAKE, Host
 from published import published_url

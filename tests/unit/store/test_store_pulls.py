@@ -13,23 +13,9 @@ from peer_world import AUTHENTICATION, MIB, Host, ScriptedSource, connect, openi
 
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
-from medialane.core.errors import (
-    ArenaFull,
-    HandoverFailed,
-    MediaTooLarge,
-    StartupFailed,
-    TransferFailed,
-    TransferTimeout,
-    from_report,
-    to_report,
-)
-from medialane.core.feature import Embedding, Feature
-from medialane.core.media import EncodedMedia, MediaSize
-from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaRange, TensorSpec
-from medialane.peers import Pulls, StillWriting, peer_server, peers, pulls
-from medialane.peers.peer_connection import PeerConnection
-from medialane.peers.peer_messages import (
+from medialane.transfer import Pulls, StillWriting, peer_server, peers, pulls
+from medialane.transfer.peer_connection import PeerConnection
+from medialane.transfer.peer_messages import (
     CloseEntry,
     EntryClosed,
     EntryOpened,
@@ -39,6 +25,19 @@ from medialane.peers.peer_messages import (
     decode_from_source,
     decode_to_source,
 )
+from medialane.types.errors import (
+    ArenaFull,
+    HandoverFailed,
+    MediaTooLarge,
+    StartupFailed,
+    TransferFailed,
+    TransferTimeout,
+    from_report,
+    to_report,
+)
+from medialane.types.feature import Embedding, Feature, RemoteEntry
+from medialane.types.media import EncodedMedia, MediaSize
+from medialane.types.tensor import ArenaRange, TensorSpec
 from medialane.wire import RpcConfig, dial
 from waiting import eventually
 

@@ -11,7 +11,11 @@ import msgspec
 import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
-from medialane.core.errors import (
+from medialane.observability import request_id
+from medialane.runtime.taker import TAKER
+from medialane.store import FindItem, ItemFound, StoreClient, StoreEntries, StoreHello
+from medialane.store.messages import HeldEntry, Release, decode_to_store
+from medialane.types.errors import (
     ArenaFull,
     HandoverFailed,
     MedialaneError,
@@ -19,10 +23,6 @@ from medialane.core.errors import (
     StartupFailed,
     StoreUnavailable,
 )
-from medialane.core.taker import TAKER
-from medialane.observability import request_id
-from medialane.store import FindItem, ItemFound, StoreClient, StoreEntries, StoreHello
-from medialane.store.messages import HeldEntry, Release, decode_to_store
 from waiting import eventually
 
 

@@ -16,9 +16,9 @@ import pytest
 from store_world import ITEM_BYTES, RPC, Client, feature, pattern, reference, write
 
 import medialane
-from medialane.core.errors import ArenaFull, HandoverFailed, MedialaneError
 from medialane.store import FindItem, StoreClient, StoreEntries, StoreHello
 from medialane.store.messages import HeldEntry
+from medialane.types.errors import ArenaFull, HandoverFailed, MedialaneError
 from waiting import comes_true, eventually
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.lora.request import LoRARequest
 
-from medialane.core.admin import AddLora, UnloadLora
-from medialane.core.errors import AdminCallIncomplete, GenerationFailed, NotFound, NoWorkerReady
+from medialane.types.admin import AddLora, UnloadLora
+from medialane.types.errors import AdminCallIncomplete, GenerationFailed, NotFound, NoWorkerReady
 from medialane.vllm_bridge.frontend.adapter_versions import AdapterVersions
 from medialane.vllm_bridge.seams.api_server import unload_adapters_by
 

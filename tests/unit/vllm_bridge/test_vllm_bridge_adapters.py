@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
 
-from medialane.core.errors import AdapterChanged, GenerationFailed, WorkerLost
+from medialane.types.errors import AdapterChanged, GenerationFailed, WorkerLost
 from medialane.vllm_bridge.engine.adapters import Adapters, versioned
 from waiting import eventually
 

@@ -8,7 +8,7 @@ import torch
 
 from builders import checked_arena
 from medialane.arena import describe, layout
-from medialane.core.tensor import TensorSpec
+from medialane.types.tensor import TensorSpec
 from medialane.vllm_bridge.encoder_cache.embedding_copies import Copied, EmbeddingCopies
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import StepEmbeddings
 

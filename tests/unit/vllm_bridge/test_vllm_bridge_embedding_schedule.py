@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from medialane.core.request import EmbeddingCounts
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.types.request import EmbeddingCounts
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan, EmbeddingSchedule, StepEmbeddings
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
-from medialane.core.embeds import UNNAMED
+from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.items import embeds_trial as tested
 from medialane.vllm_bridge.items import try_embeds
 from medialane.vllm_bridge.items.embeds_trial import GRID, MODALITY, VALUES

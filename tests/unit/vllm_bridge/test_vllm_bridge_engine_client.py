@@ -17,12 +17,12 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from medialane.core import admin
-from medialane.core.errors import AdminCallIncomplete, ArenaFull, NoWorkerReady
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.loop_fairness import PIECES_PER_ITERATION
-from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
+from medialane.runtime.loop_fairness import PIECES_PER_ITERATION
+from medialane.types import admin
+from medialane.types.errors import AdminCallIncomplete, ArenaFull, NoWorkerReady
+from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.media import MediaRef, MediaSize
+from medialane.types.request import CompletionDelta, OutputDelta, TokenLogprob
 from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
 from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.frontend.engine_client import BridgedError

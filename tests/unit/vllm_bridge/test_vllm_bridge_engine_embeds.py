@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.core.errors import GenerationFailed
+from medialane.types.errors import GenerationFailed
 from medialane.vllm_bridge.engine.engine_embeddings import accepted_embeds
 
 ACCEPTED = {"fields": ["image_embeds", "image_grid_thw"], "width": 128, "fault": ""}

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
-from medialane.core.errors import WorkerBusy
+from medialane.types.errors import WorkerBusy
 from medialane.vllm_bridge.engine_errors import MAX_CHARS, mapped_errors, public_text
 
 SAMPLES = np.random.default_rng(0).standard_normal((8, 4000), np.float32)

@@ -9,7 +9,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
 )
 
-from medialane.core.errors import InvalidFeature
+from medialane.types.errors import InvalidFeature
 from medialane.vllm_bridge.items.merge_size import GridSample, check_grids, common_side
 
 

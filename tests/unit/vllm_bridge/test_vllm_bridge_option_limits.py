@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from medialane.core.errors import InvalidRequest
+from medialane.types.errors import InvalidRequest
 from medialane.vllm_bridge.items import check_options
 from medialane.vllm_bridge.items.processor_options import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 

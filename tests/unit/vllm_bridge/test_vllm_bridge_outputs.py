@@ -8,8 +8,8 @@ from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, 
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
-from medialane.core.errors import GenerationFailed, InvalidGrammar
-from medialane.core.request import EngineTimes, OutputDelta
+from medialane.types.errors import GenerationFailed, InvalidGrammar
+from medialane.types.request import EngineTimes, OutputDelta
 from medialane.vllm_bridge.engine.outputs import (
     POOLED_PART_BYTES,
     check_grammar,

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.core.errors import InvalidRequest
+from medialane.types.errors import InvalidRequest
 from medialane.vllm_bridge.items import check_processor_options
 from medialane.vllm_bridge.items.processor_options import check_worker_options
 

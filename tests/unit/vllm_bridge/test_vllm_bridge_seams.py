@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam, _seams
 from vllm_sources import Sources

@@ -11,7 +11,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.core.errors import (
+from medialane.types.errors import (
     InvalidAudio,
     InvalidFeature,
     PromptRejected,
@@ -19,10 +19,10 @@ from medialane.core.errors import (
     UnsupportedMediaType,
     WorkerLost,
 )
-from medialane.core.feature import MediaPayload
-from medialane.core.media import MediaSize
-from medialane.core.request import EngineRequest, SourcePrompt
-from medialane.core.stage import STAGES
+from medialane.types.feature import MediaPayload
+from medialane.types.media import MediaSize
+from medialane.types.request import EngineRequest, SourcePrompt
+from medialane.types.stage import STAGES
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.engine_errors import mapped_errors
 

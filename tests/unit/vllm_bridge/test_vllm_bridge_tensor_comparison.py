@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from medialane.core.tensor_comparison import Comparison, PixelNormalisation
+from medialane.types.tensor import Comparison, PixelNormalisation
 from medialane.vllm_bridge.items import compare_fields
 from medialane.vllm_bridge.items.tensor_comparison import normalise
 

@@ -5,8 +5,8 @@ import struct
 
 import msgspec
 
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway.worker_link import RemoteRequest
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from waiting import DEADLINE_S
 
 

@@ -14,9 +14,9 @@ import trustme
 from rpc_requests import engine_request, tokens_of
 
 from certificates import tls_settings
-from medialane.core.errors import AuthenticationFailed, MedialaneError
 from medialane.gateway.worker_link import RpcClient
 from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import AuthenticationFailed, MedialaneError
 from medialane.wire import Hello, Role, RpcConfig, Security, acceptor, append_frame, pending
 from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel

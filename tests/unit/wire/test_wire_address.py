@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.wire import TcpAddress, UnixAddress, format_tcp, parse_address, parse_named, parse_tcp, parse_unix
 from medialane.wire.address import MAX_UNIX_PATH_BYTES
 

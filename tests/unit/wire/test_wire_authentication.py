@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.core.errors import AuthenticationFailed
+from medialane.types.errors import AuthenticationFailed
 from medialane.wire import Role
 from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets
 

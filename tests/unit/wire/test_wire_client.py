@@ -9,7 +9,9 @@ import pytest
 from rpc_reports import Reported
 from rpc_requests import engine_request, raw_frame, tokens_of
 
-from medialane.core.errors import (
+from medialane.gateway.worker_link import RpcClient
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,
     NoWorkerReady,
@@ -19,9 +21,7 @@ from medialane.core.errors import (
     WorkerLost,
     to_report,
 )
-from medialane.core.request import WorkerLoad
-from medialane.gateway.worker_link import RpcClient
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.request import WorkerLoad
 from medialane.wire import (
     ArenaMapped,
     Hello,

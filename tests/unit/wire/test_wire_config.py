@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.wire import RpcConfig
 
 

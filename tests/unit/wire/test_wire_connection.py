@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from medialane.core.errors import ProtocolViolation, WorkerLost
+from medialane.types.errors import ProtocolViolation, WorkerLost
 from medialane.wire import Abort, Connection, FrameReader, Ping, RpcConfig, decode_to_worker
 from waiting import DEADLINE_S, eventually, iterations
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from medialane.core.errors import NoWorkerReady
+from medialane.types.errors import NoWorkerReady
 from medialane.wire import Role, RpcConfig, Security, dial
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.core.errors import ProtocolViolation
+from medialane.types.errors import ProtocolViolation
 from medialane.wire import HEADER, Abort, FrameReader, append_frame
 
 LIMIT = 4096

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.gateway.worker_link import JoinServer
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import (
     PROTOCOL_VERSION,
     FrameReader,

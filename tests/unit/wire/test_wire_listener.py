@@ -7,10 +7,10 @@ import stat
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.core.errors import (
+from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import (
     StartupFailed,
 )
-from medialane.testing.fake_handler import FakeHandler
 from medialane.wire import RpcConfig
 from medialane.worker.gateway_link import RpcServer
 

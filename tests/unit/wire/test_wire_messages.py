@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rpc_requests import engine_request
 
-from medialane.core.errors import GenerationFailed, ProtocolViolation, to_report
-from medialane.core.request import CompletionDelta, OutputDelta, WorkerLoad
 from medialane.testing.fake_handler import FAKE_CARD
+from medialane.types.errors import GenerationFailed, ProtocolViolation, to_report
+from medialane.types.request import CompletionDelta, OutputDelta, WorkerLoad
 from medialane.wire import (
     Abort,
     ArenaMapped,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rpc_requests import engine_request, tokens_of
 
-from medialane.core.errors import (
+from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
@@ -17,10 +18,9 @@ from medialane.core.errors import (
     WorkerBusy,
     WorkerLost,
 )
-from medialane.core.feature import Embedding, MediaPayload
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
-from medialane.testing.fake_handler import FakeHandler
+from medialane.types.feature import Embedding, MediaPayload
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.wire import (
     HEADER,
     Abort,

@@ -8,7 +8,8 @@ import pytest
 from rpc_reports import Reported
 from rpc_requests import engine_request, tokens_of
 
-from medialane.core.admin import (
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.admin import (
     IsSleeping,
     PauseGeneration,
     ReleaseKvCacheMemory,
@@ -16,10 +17,9 @@ from medialane.core.admin import (
     ResetPrefixCache,
     Sleep,
 )
-from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import EncoderCard
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.types.errors import GenerationFailed, WorkerLost
+from medialane.types.request import EncoderCard
+from medialane.types.stats import PendingWork
 from medialane.wire import Gateways, Pending, PendingEnded, RpcConfig
 from waiting import eventually
 

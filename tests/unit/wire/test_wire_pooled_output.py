@@ -3,11 +3,11 @@ import asyncio
 import msgspec
 import pytest
 
-from medialane.core.errors import GenerationFailed, TooLarge
-from medialane.core.feature import MediaSpan
-from medialane.core.request import OutputDelta, PooledPart
-from medialane.core.tensor import TensorSpec
 from medialane.gateway.worker_link import RemoteRequest
+from medialane.types.errors import GenerationFailed, TooLarge
+from medialane.types.feature import MediaSpan
+from medialane.types.request import OutputDelta, PooledPart
+from medialane.types.tensor import TensorSpec
 from medialane.wire import PooledOutput
 
 SPEC = TensorSpec("float32", (2, 3))

@@ -3,9 +3,9 @@ import asyncio
 import pytest
 from rpc_requests import tokens_of
 
-from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.core.request import CompletionDelta, OutputDelta
 from medialane.gateway.worker_link import RemoteRequest
+from medialane.types.errors import GenerationFailed, WorkerLost
+from medialane.types.request import CompletionDelta, OutputDelta
 
 
 def delta(token, *, finished=False):

@@ -7,13 +7,13 @@ import pytest
 from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane import __version__
-from medialane.core.errors import (
+from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import (
     GenerationFailed,
     NoWorkerReady,
     StartupFailed,
     WorkerLost,
 )
-from medialane.testing.fake_handler import FakeHandler
 from medialane.wire import PROTOCOL_VERSION, Hello, Refused, RpcConfig, Welcome
 from medialane.wire.pending import MAX_PENDING
 from medialane.worker.gateway_link.session import MAX_HELLO_BYTES

@@ -7,15 +7,15 @@ import weakref
 import pytest
 from rpc_requests import engine_request, raw_frame, tokens_of
 
-from medialane.core.errors import (
+from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import (
     GenerationFailed,
     InvalidFeature,
     NoWorkerReady,
     PromptRejected,
     WorkerBusy,
 )
-from medialane.core.request import CompletionDelta, OutputDelta
-from medialane.testing.fake_handler import FakeHandler
+from medialane.types.request import CompletionDelta, OutputDelta
 from medialane.wire import Abort, Connection, Failed, Released, RpcConfig, Submit, append_frame
 from waiting import eventually, iterations
 

@@ -11,8 +11,8 @@ import pytest
 import trustme
 
 from certificates import tls_settings
-from medialane.core.errors import AuthenticationFailed
 from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import AuthenticationFailed
 from medialane.wire import Role, RpcConfig, Security
 from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel

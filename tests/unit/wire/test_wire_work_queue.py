@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.core.errors import WorkerQueued
-from medialane.core.request import QueuePlace
 from medialane.testing.fake_handler import FakeHandler
+from medialane.types.errors import WorkerQueued
+from medialane.types.request import QueuePlace
 from waiting import eventually
 
 HOUR_S = 3600.0

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from fake_engine import FAKE_CARD
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
 from medialane.worker.block_reports import BlockReports
 from waiting import eventually
 

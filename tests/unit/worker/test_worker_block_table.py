@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.worker.block_table import BlockTable, pack
 
 SIZE = 4

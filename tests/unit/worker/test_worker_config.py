@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.worker import WorkerConfig
 
 

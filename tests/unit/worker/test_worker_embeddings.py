@@ -7,19 +7,20 @@ import asyncio
 import msgspec
 import pytest
 
-from medialane.core.errors import ArenaFull, HandoverFailed, StoreUnavailable
-from medialane.core.feature import (
+from medialane.types.errors import ArenaFull, HandoverFailed, StoreUnavailable
+from medialane.types.feature import (
     MAX_HEADER_BYTES,
+    Copied,
     Embedding,
     EmbeddingUse,
     FoundEmbedding,
     MediaPayload,
     PlaceholderRange,
+    RemoteEntry,
 )
-from medialane.core.hashing import embedding_key
-from medialane.core.remote_entry import Copied, RemoteEntry
-from medialane.core.request import CompletionDelta, EncoderCard, EngineRequest, ExpandedPrompt, OutputDelta
-from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
+from medialane.types.hashing import embedding_key
+from medialane.types.request import CompletionDelta, EncoderCard, EngineRequest, ExpandedPrompt, OutputDelta
+from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.worker import embeddings as module
 from medialane.worker.embeddings import HeldEmbeddings
 from medialane.worker.receivers import entries_read, hold_entries

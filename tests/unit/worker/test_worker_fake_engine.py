@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from fake_engine import FAKE_CARD, FakeEngine, FakeParams
-from medialane.core.block_hash import prompt_block_ids
-from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.core.feature import MediaPayload, MediaSpan, PlaceholderRange
-from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.types.block_hash import prompt_block_ids
+from medialane.types.errors import GenerationFailed, WorkerLost
+from medialane.types.feature import MediaPayload, MediaSpan, PlaceholderRange
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import Hello, TcpAddress
 from medialane.worker import WorkerConfig
 from medialane.worker.membership import Delays, Membership, resolve

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fake_engine import FAKE_CARD, FakeEngine
-from medialane.check import free_port
-from medialane.core.errors import StartupFailed
-from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.gateway.worker_link import RpcClient
+from medialane.tools.check import free_port
+from medialane.types.errors import StartupFailed
+from medialane.types.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig
 from medialane.worker.gateway_link import RpcServer

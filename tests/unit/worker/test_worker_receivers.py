@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature
-from medialane.core.media import MediaSize
-from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import Feature
+from medialane.types.media import MediaSize
+from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.worker.receivers import Receiver
 
 SPEC = TensorSpec("uint8", (1000,))

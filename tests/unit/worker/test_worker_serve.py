@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from fake_engine import FAKE_CARD, FakeEngine, FakeParams
-from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerDraining, WorkerLost
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway.worker_link import RpcClient
+from medialane.types.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerDraining, WorkerLost
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import EXIT_ENGINE_LOST, WorkerConfig, serve_worker
 from waiting import eventually, retried

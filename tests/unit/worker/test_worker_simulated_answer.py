@@ -4,10 +4,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from medialane.core.feature import MediaPayload, PlaceholderRange
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.testing.simulated.answer import FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS, answer_of
+from medialane.types.feature import MediaPayload, PlaceholderRange
+from medialane.types.request import EngineRequest, ExpandedPrompt
 
 PROMPT = list(range(40))
 

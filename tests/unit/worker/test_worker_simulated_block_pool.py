@@ -1,7 +1,7 @@
 import pytest
 
-from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.testing.simulated.block_pool import BlockPool
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def stored(pool, ids):

@@ -4,14 +4,14 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerBusy, WorkerLost
-from medialane.core.feature import EmbeddingUse, MediaPayload, PlaceholderRange
-from medialane.core.kv_events import AllBlocksCleared, BlockStored
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.testing.simulated.engine import step_s
 from medialane.testing.simulated.scheduler import Step
+from medialane.types.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerBusy, WorkerLost
+from medialane.types.feature import EmbeddingUse, MediaPayload, PlaceholderRange
+from medialane.types.kv_events import AllBlocksCleared, BlockStored
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from waiting import eventually
 
 FAST = SimulatedConfig(speedup=1000.0)

@@ -1,12 +1,12 @@
 import pytest
 
-from medialane.core.feature import PlaceholderRange
-from medialane.core.kv_events import BlockStored
 from medialane.testing.simulated.answer import answer_of
 from medialane.testing.simulated.block_pool import BlockPool
 from medialane.testing.simulated.encoder_cache import EncoderCache
 from medialane.testing.simulated.scheduler import Scheduler
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.types.feature import PlaceholderRange
+from medialane.types.kv_events import BlockStored
 
 
 def scheduler(*, blocks=100, embeds=100, max_num_seqs=8, budget=32, max_encoder_tokens=None):

@@ -1,9 +1,9 @@
 import pytest
 
-from medialane.core.block_hash import prompt_block_ids, stored_block_ids
-from medialane.core.feature import PlaceholderRange
 from medialane.testing.simulated.block_pool import BlockPool
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.types.block_hash import prompt_block_ids, stored_block_ids
+from medialane.types.feature import PlaceholderRange
 
 
 def made(num_tokens, **kwargs):

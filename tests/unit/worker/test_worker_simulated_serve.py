@@ -5,11 +5,11 @@ import signal
 import msgspec
 import pytest
 
-from medialane.core.errors import NoWorkerReady, StartupFailed
-from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway.worker_link import RpcClient
 from medialane.testing.simulated import SimulatedConfig, serve_simulated
 from medialane.testing.simulated.serve import addresses_of
+from medialane.types.errors import NoWorkerReady, StartupFailed
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import WorkerConfig
 from waiting import retried

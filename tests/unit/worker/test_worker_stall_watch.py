@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from fake_engine import FakeEngine
-from medialane.core.errors import WorkerLost
+from medialane.types.errors import WorkerLost
 from medialane.worker import Worker, WorkerConfig
 from waiting import eventually
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.admin import (
+from medialane.types.admin import (
     IsSleeping,
     PauseGeneration,
     ReleaseKvCacheMemory,
@@ -18,12 +18,12 @@ from medialane.core.admin import (
     ResetPrefixCache,
     Sleep,
 )
-from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, StoreUnavailable, WorkerLost
-from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
-from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
-from medialane.core.media import MediaSize
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import ArenaOffer, InlineTensor, TensorSpec
+from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature, StoreUnavailable, WorkerLost
+from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
+from medialane.types.kv_events import AllBlocksCleared, KvEventBatch
+from medialane.types.media import MediaSize
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import ArenaOffer, InlineTensor, TensorSpec
 from medialane.wire import Hello
 from medialane.worker import Worker, WorkerConfig
 from waiting import eventually, iterations

@@ -28,8 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from medialane import __version__
 from medialane.cluster.ray.remote import Location, RemoteProcess, RemoteSpec, RunEnd
-from medialane.core.errors import StartupFailed
-from medialane.core.process.phase import Phase
+from medialane.runtime.phase import Phase
+from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
 

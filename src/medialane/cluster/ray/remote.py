@@ -37,9 +37,9 @@ from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import INTERPRETER, HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
 from medialane.config import host_environ, worker_environ
-from medialane.core.errors import StartupFailed
-from medialane.core.process.owner_lock import SharedFolder, reap_folders
-from medialane.core.process.phase import Phase, PhaseFile
+from medialane.runtime.owner_lock import SharedFolder, reap_folders
+from medialane.runtime.phase import Phase, PhaseFile
+from medialane.types.errors import StartupFailed
 
 _LOGS_PREFIX = "medialane-remote-"
 #: Of the folders that processes of one host share.

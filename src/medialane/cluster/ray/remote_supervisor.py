@@ -17,8 +17,8 @@ from medialane.cluster.ray.remote import RemoteCluster, RemoteSpec, member_name
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.supervisor import Supervisor
 from medialane.config.cluster import ClusterConfig
-from medialane.core.errors import StartupFailed
-from medialane.core.tasks import first_of, gather_or_cancel
+from medialane.runtime.tasks import first_of, gather_or_cancel
+from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
 

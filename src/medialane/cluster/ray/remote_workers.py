@@ -17,7 +17,7 @@ from medialane.cluster.placement import installed_version, vllm_is_for_cpu
 from medialane.cluster.ray.remote import RemoteSpec
 from medialane.cluster.vllm_flags import engine_flags, gpus_per_worker
 from medialane.config import Config, settings_environ
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.wire.address import TcpAddress, format_tcp, parse_tcp
 from medialane.wire.security import is_loopback
 

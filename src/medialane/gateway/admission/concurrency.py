@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from medialane.core.errors import ConcurrencyLimitExceeded, MediaOverloaded
-from medialane.core.retry_after import Places
-from medialane.core.tenant_lru import TenantShares
 from medialane.gateway.scope import RequestScope
+from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded
+from medialane.types.media_lease import TenantShares
+from medialane.types.retry_after import Places
 
 
 class Admission:

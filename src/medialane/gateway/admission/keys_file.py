@@ -13,8 +13,8 @@ from typing import Annotated
 
 import msgspec
 
-from medialane.core.errors import StartupFailed
-from medialane.core.private_file import read_private
+from medialane.runtime.private_file import read_private
+from medialane.types.errors import StartupFailed
 
 SETTING = "--keys"
 

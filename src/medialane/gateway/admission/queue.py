@@ -18,12 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from medialane.core.errors import QueueFull, QueueTimeout
-from medialane.core.retry_after import retry_after
-from medialane.core.stats import QueueStats
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
 from medialane.gateway.admission.flow import Resource
 from medialane.gateway.admission.shared_counts import QUEUED_BYTES, QUEUED_REQUESTS, SharedCounts
+from medialane.types.errors import QueueFull, QueueTimeout
+from medialane.types.retry_after import retry_after
+from medialane.types.stats import QueueStats
 
 #: While requests wait. An engine has work for some tens of ms.
 _TICK_S: Final = 0.005

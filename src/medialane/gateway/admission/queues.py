@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from medialane.core.errors import MedialaneError, QueueFull, QueueTimeout, TtftLimitExceeded
-from medialane.core.retry_after import retry_after
-from medialane.core.stats import PoolStats, QueueStats
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.flow import Flow, Refusal
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
 from medialane.gateway.admission.shared_counts import PREPARED, PREPARING, SharedCounts
+from medialane.types.errors import MedialaneError, QueueFull, QueueTimeout, TtftLimitExceeded
+from medialane.types.retry_after import retry_after
+from medialane.types.stats import PoolStats, QueueStats
 
 if TYPE_CHECKING:
     from medialane.gateway.config import GatewayConfig

@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Iterable
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 
 #: Names that all gateways have; tenants have none that begins like these.
 QUEUED_REQUESTS = "~requests"

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from medialane.core.errors import ConcurrencyLimitExceeded, RateLimitExceeded, StartupFailed
-from medialane.core.retry_after import Places, retry_after
 from medialane.gateway.admission.keys_file import SETTING, TenantLimits, read_keys
 from medialane.gateway.admission.shared_counts import SharedCounts
+from medialane.types.errors import ConcurrencyLimitExceeded, RateLimitExceeded, StartupFailed
+from medialane.types.retry_after import Places, retry_after
 
 logger = logging.getLogger(__name__)
 

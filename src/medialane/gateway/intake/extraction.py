@@ -6,8 +6,6 @@ from itertools import chain
 
 import msgspec
 
-from medialane.core.errors import InvalidMediaUrl, InvalidRequest, TooManyMediaItems
-from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.json_scan import REPLACED_SURROGATES, check_num_values, make_strict_json, scan_json
 from medialane.gateway.intake.place import Place
@@ -28,6 +26,8 @@ from medialane.gateway.intake.sent_features import sent_features
 from medialane.gateway.intake.skeleton import Buffer, Edit, Located, Skeleton, apply_edits, as_utf8
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidMediaUrl, InvalidRequest, TooManyMediaItems
+from medialane.types.media import MediaRef
 
 _DEFAULTS = GatewayConfig()
 

@@ -13,13 +13,13 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from medialane.core.errors import EmptyMedia, InvalidUpload, TooManyMediaItems
-from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.extraction import Intake, check_salt, wants_report
 from medialane.gateway.intake.skeleton import Buffer, Edit, apply_edits
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
+from medialane.types.errors import EmptyMedia, InvalidUpload, TooManyMediaItems
+from medialane.types.media import MediaRef
 
 #: Ours: vLLM's app ignores them.
 FIELDS = (b"medialane", b"cache_salt", b"model", b"stream")

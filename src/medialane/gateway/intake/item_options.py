@@ -13,11 +13,10 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.core.errors import InvalidRequest, TooManyFrames
-from medialane.core.hashing import canonical_options
-from medialane.core.media import Modality
-from medialane.core.modalities import MODALITIES
 from medialane.media import MediaConfig
+from medialane.types.errors import InvalidRequest, TooManyFrames
+from medialane.types.hashing import canonical_options
+from medialane.types.media import MODALITIES, Modality
 
 #: Higher than the frame rate of any realistic input. The run time of some of vLLM's samplers is proportional to it.
 MAX_FPS = 240

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidBody
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.request_body import BRACKET, RequestBody, first_byte, num_token_ids
+from medialane.types.errors import InvalidBody
 
 #: Longest number or literal. Python rejects integers of more than 4300 digits; parsing a float takes time per digit.
 _MAX_BARE_BYTES = 4300

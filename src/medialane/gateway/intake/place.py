@@ -13,9 +13,6 @@ from itertools import islice
 
 import msgspec
 
-from medialane.core.errors import InvalidMediaUrl, MedialaneError, MediaTooLarge
-from medialane.core.media import Alias, MediaRef, Modality
-from medialane.core.media_lease import MEDIA_SCHEME, is_leased, leased_hash
 from medialane.gateway.intake.item_options import ItemOptions, read_options
 from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
 from medialane.gateway.intake.skeleton import NOT_TEXT, Edit, Located, Skeleton
@@ -24,6 +21,9 @@ from medialane.media import MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
 from medialane.media.embeds import MAX_FIELDS, read_embeds
 from medialane.media.published_image import MAX_URL_BYTES, RDMA_TYPE, check_published
+from medialane.types.errors import InvalidMediaUrl, MedialaneError, MediaTooLarge
+from medialane.types.media import Alias, MediaRef, Modality
+from medialane.types.media_lease import MEDIA_SCHEME, is_leased, leased_hash
 
 
 class UrlPlace(msgspec.Struct, frozen=True, gc=False):

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.core.errors import InvalidBody
+from medialane.types.errors import InvalidBody
 
 #: The value of a missing member: a sentinel, compared with `is`.
 ABSENT = msgspec.Raw()

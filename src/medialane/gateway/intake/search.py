@@ -12,9 +12,6 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.core.embeds import UNNAMED
-from medialane.core.media import Modality
-from medialane.core.modalities import MODALITIES, PartContent
 from medialane.gateway.intake.item_options import ItemOptions, decode_item
 from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlPlace, UuidPlace
 from medialane.gateway.intake.request_body import (
@@ -35,6 +32,8 @@ from medialane.gateway.intake.request_body import (
     parts_with_media,
     string_or_none,
 )
+from medialane.types.media import MODALITIES, Modality, PartContent
+from medialane.types.tensor import UNNAMED
 
 
 class _UrlObject(ItemOptions, forbid_unknown_fields=True):

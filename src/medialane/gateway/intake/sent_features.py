@@ -11,9 +11,6 @@ from itertools import chain
 
 import msgspec
 
-from medialane.core.errors import InvalidRequest, MedialaneError, TooManyMediaItems, UnknownMedia
-from medialane.core.media import MediaRef, Modality
-from medialane.core.modalities import MODALITIES
 from medialane.gateway.intake.request_body import (
     ABSENT,
     NULL,
@@ -25,6 +22,8 @@ from medialane.gateway.intake.request_body import (
 from medialane.gateway.intake.skeleton import Edit, Skeleton
 from medialane.gateway.references import FEATURE_SCHEME, REFERENCE_SCHEME, References
 from medialane.media import MediaConfig, decode_base64
+from medialane.types.errors import InvalidRequest, MedialaneError, TooManyMediaItems, UnknownMedia
+from medialane.types.media import MODALITIES, MediaRef, Modality
 
 #: vLLM's own name of the images of some models (Kimi-K2.5).
 _MODALITIES: dict[str, Modality] = {**{name: name for name in MODALITIES}, "vision_chunk": "image"}

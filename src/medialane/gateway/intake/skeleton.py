@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from medialane.core.errors import BodyTooLarge, InvalidMediaUrl
 from medialane.gateway.intake.request_body import UNREADABLE, decode_string
+from medialane.types.errors import BodyTooLarge, InvalidMediaUrl
 
 #: The memory of a body.
 Buffer = bytes | bytearray | mmap.mmap

@@ -8,8 +8,6 @@ from urllib.parse import unquote_plus
 
 import aiohttp
 
-from medialane.core.errors import BodyTooLarge, MedialaneError, ModelUnavailable
-from medialane.core.tasks import first_of
 from medialane.gateway.bodies import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.client_address import HEADER as CLIENT
 from medialane.gateway.client_address import address_header
@@ -19,6 +17,8 @@ from medialane.gateway.name_router.gateways import Headers, Request, end_to_end
 from medialane.gateway.name_router.model_name import search_of
 from medialane.gateway.name_router.request_body import RequestBody
 from medialane.gateway.name_router.served_models import Model
+from medialane.runtime.tasks import first_of
+from medialane.types.errors import BodyTooLarge, MedialaneError, ModelUnavailable
 
 logger = logging.getLogger(__name__)
 

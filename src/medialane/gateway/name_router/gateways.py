@@ -17,7 +17,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from medialane.core.errors import ModelUnavailable
+from medialane.types.errors import ModelUnavailable
 from medialane.wire.listener import has_listener
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ import json
 import logging
 from collections.abc import Callable
 
-from medialane.core.errors import ClientDisconnected, MedialaneError, ModelRequired
 from medialane.gateway.access import AccessKeys, Kind, given_key, responding, send_unauthorized
 from medialane.gateway.bodies import BodyMemory, Receive
 from medialane.gateway.config import GatewayConfig
@@ -31,6 +30,7 @@ from medialane.gateway.operators.page_files import PAGE_PATH
 from medialane.gateway.request_id import HEADER as REQUEST_ID
 from medialane.gateway.request_id import IdentifiedSend, given_id, usable_id
 from medialane.observability.logging import request_id
+from medialane.types.errors import ClientDisconnected, MedialaneError, ModelRequired
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
-from medialane.core.errors import MedialaneError, ModelUnavailable, Unavailable
-from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.gateway_metrics import merge
 from medialane.gateway.health import Health
 from medialane.gateway.middleware import Scope, Send
@@ -30,6 +28,8 @@ from medialane.gateway.operators.endpoints import (
     STREAM_PATH,
 )
 from medialane.gateway.scrape import PATH as METRICS_PATH
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.errors import MedialaneError, ModelUnavailable, Unavailable
 
 logger = logging.getLogger(__name__)
 

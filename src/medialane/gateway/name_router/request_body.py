@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from medialane.core.errors import ClientDisconnected, MedialaneError
 from medialane.gateway.bodies import BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.name_router.model_name import ModelSearch
+from medialane.types.errors import ClientDisconnected, MedialaneError
 
 
 class RequestBody:

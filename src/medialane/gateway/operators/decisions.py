@@ -8,9 +8,9 @@ from itertools import islice
 
 import msgspec
 
-from medialane.core.errors import InvalidRequest
 from medialane.gateway.report import routing_report
 from medialane.gateway.requests import RecentRequests, RequestFilter
+from medialane.types.errors import InvalidRequest
 
 #: Listed on the page at most: 2 ms of the event loop.
 MAX_DECISIONS = 256

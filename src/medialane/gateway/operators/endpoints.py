@@ -16,12 +16,12 @@ from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from medialane.core.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
-from medialane.core.modalities import MODALITIES
 from medialane.gateway.gateway_metrics import AskOthers, no_others
 from medialane.gateway.operators.part import Part
 from medialane.gateway.operators.state import Limits, State
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestView
+from medialane.types.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
+from medialane.types.media import MODALITIES
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
-from medialane.core.errors import NotFound
+from medialane.types.errors import NotFound
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from medialane.core.request import WorkerState
 from medialane.gateway.operators.decisions import newest_decisions
 from medialane.gateway.requests import ItemRecord, RecentRequests, RequestRecord, RequestView
 from medialane.gateway.requests.rates import Step, Waits
 from medialane.gateway.worker_pool import WorkerPool
+from medialane.types.request import WorkerState
 
 #: Over so many seconds are the sums of a part.
 WINDOW_S = 60.0

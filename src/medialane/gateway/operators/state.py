@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from medialane.core.request import Endpoint, WorkerRole, WorkerState
-from medialane.core.stats import StoreStats
 from medialane.gateway.operators.part import WINDOW_S, ErrorSample, Group, LiveStageCount, Part, let_others_run
 from medialane.gateway.requests import RequestView
 from medialane.gateway.requests.rates import Series, series
+from medialane.types.request import Endpoint, WorkerRole, WorkerState
+from medialane.types.stats import StoreStats
 
 #: In the order in which requests are in them.
 STAGES = (

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.setting import PositiveFloat, PositiveInt, check_bounds
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import PositiveFloat, PositiveInt, check_bounds
 
 Redaction = Literal["none", "tenants", "text", "all"]
 

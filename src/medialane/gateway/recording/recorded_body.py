@@ -16,13 +16,13 @@ from blake3 import blake3
 from pybase64 import b64encode
 from python_multipart.exceptions import FormParserError
 
-from medialane.core.media import MediaRef, MediaSize
 from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.recording.config import RecordingConfig
 from medialane.gateway.recording.redaction import Redaction, without_secrets
 from medialane.gateway.recording.stand_in import StandIn, with_media
 from medialane.gateway.references import References
 from medialane.gateway.requests import RequestRecord, RequestView
+from medialane.types.media import MediaRef, MediaSize
 
 #: Raised when a reader of older lines would misunderstand newer ones.
 FORMAT = 1

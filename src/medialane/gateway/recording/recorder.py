@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from medialane.core.errors import StartupFailed
 from medialane.gateway.recording.config import RecordingConfig
 from medialane.gateway.recording.recorded_body import Recordable, RecordedBody, Unrecordable
 from medialane.gateway.recording.redaction import Redaction
+from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
 

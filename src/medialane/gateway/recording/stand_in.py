@@ -13,8 +13,8 @@ from urllib.parse import parse_qsl, urlencode
 
 import msgspec
 
-from medialane.core.media import MediaSize, Modality
 from medialane.gateway.references import REFERENCE_SCHEME
+from medialane.types.media import MediaSize, Modality
 
 SAMPLE_SCHEME = f"{REFERENCE_SCHEME}sample/"
 _PATTERN = re.compile(rf"{SAMPLE_SCHEME}(image|video|audio)/([0-9a-f]{{1,64}})(?:\?(.*))?")

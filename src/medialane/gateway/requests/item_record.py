@@ -7,11 +7,11 @@ import time
 
 import msgspec
 
-from medialane.core.feature import StagedItem
-from medialane.core.media import MediaRef, MediaSize
 from medialane.gateway.report import EmbeddingOutcome
 from medialane.gateway.requests.views import ItemOutcome, ItemView, Source
 from medialane.observability.timeline import MAX_STEPS, StageTimeline
+from medialane.types.feature import StagedItem
+from medialane.types.media import MediaRef, MediaSize
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
 HASH_DIGITS = 8

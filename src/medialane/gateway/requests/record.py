@@ -11,10 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from medialane.core.errors import ErrorReport, MedialaneError
-from medialane.core.feature import StagedItem
-from medialane.core.media import MediaRef
-from medialane.core.request import OutputDelta, RoutingDecision
 from medialane.gateway.report import (
     EmbeddingOutcome,
     MediaReport,
@@ -28,6 +24,10 @@ from medialane.gateway.requests.item_record import MAX_CHARS, ItemRecord, is_pre
 from medialane.gateway.requests.views import AttemptView, ErrorView, RequestView
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import LiveStage, StageTimeline
+from medialane.types.errors import ErrorReport, MedialaneError
+from medialane.types.feature import StagedItem
+from medialane.types.media import MediaRef
+from medialane.types.request import OutputDelta, RoutingDecision
 
 #: Items that a record keeps; others are only counted.
 MAX_ITEMS = 64

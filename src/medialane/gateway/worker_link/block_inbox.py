@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from medialane.core.kv_events import KvChange
+from medialane.types.kv_events import KvChange
 
 #: Limit of queued changes, in addition to two snapshots of the worker's blocks.
 MAX_WAITING_BYTES = 8 << 20

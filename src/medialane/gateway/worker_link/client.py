@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report, to_report
 from medialane.gateway.worker_link.client_calls import ClientCalls
 from medialane.gateway.worker_link.client_reports import ClientReports
 from medialane.gateway.worker_link.client_requests import ClientRequests
+from medialane.types.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report, to_report
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection

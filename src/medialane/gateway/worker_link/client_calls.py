@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import ProtocolViolation, Unavailable, WorkerLost, from_report
 from medialane.observability.worker_metrics import MetricMirror
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import ProtocolViolation, Unavailable, WorkerLost, from_report
 from medialane.wire.protocol import AdminDone, AdminFailed, Administer, MetricValues, ReadMetrics
 
 

@@ -10,11 +10,11 @@ from typing import Final, Protocol
 
 import msgspec
 
-from medialane.core.errors import ProtocolViolation
-from medialane.core.kv_events import KvChange
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import EncoderCard, ModelCard, WorkerLoad, WorkerState
 from medialane.gateway.worker_link.block_inbox import BlockInbox
+from medialane.types.errors import ProtocolViolation
+from medialane.types.kv_events import KvChange
+from medialane.types.request import EncoderCard, ModelCard, WorkerLoad, WorkerState
+from medialane.types.stats import PendingWork
 from medialane.wire.protocol import (
     ArenaMapped,
     EncoderCleared,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from medialane.core.errors import (
+from medialane.gateway.worker_link.remote_request import RemoteRequest
+from medialane.types.errors import (
     ErrorReport,
     GenerationFailed,
     HandoverFailed,
@@ -13,9 +14,8 @@ from medialane.core.errors import (
     WorkerLost,
     from_report,
 )
-from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.retry_after import Places
-from medialane.gateway.worker_link.remote_request import RemoteRequest
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.retry_after import Places
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.payload import OutgoingRequest, split

@@ -7,8 +7,8 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 
-from medialane.core.errors import MedialaneError, StartupFailed, WorkerLost, report_of
 from medialane.gateway.worker_link.client import RpcClient
+from medialane.types.errors import MedialaneError, StartupFailed, WorkerLost, report_of
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection

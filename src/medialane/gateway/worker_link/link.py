@@ -10,21 +10,21 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from medialane.core.backoff import Backoff
-from medialane.core.errors import (
-    MedialaneError,
-    NoWorkerReady,
-    ProtocolViolation,
-    WorkerLost,
-    WorkerStalled,
-)
-from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerRole, WorkerState
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.worker_link.client_reports import ReportListener
 from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.observability.metrics import Metrics
+from medialane.runtime.tasks import Backoff
+from medialane.types.errors import (
+    MedialaneError,
+    NoWorkerReady,
+    ProtocolViolation,
+    WorkerLost,
+    WorkerStalled,
+)
+from medialane.types.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 

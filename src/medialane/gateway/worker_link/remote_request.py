@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from medialane.core.errors import GenerationFailed, MedialaneError
-from medialane.core.request import OutputDelta, merge_deltas
+from medialane.types.errors import GenerationFailed, MedialaneError
+from medialane.types.request import OutputDelta, merge_deltas
 from medialane.wire.pooled_output import PooledOutput
 
 #: Deltas that are queued for the consumer and delivered one by one. More are merged: the client reads too slowly, or

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 
 class Block:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import field
 
-from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.types.errors import StartupFailed
+from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,11 +15,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerBusy, WorkerLost
-from medialane.core.feature import EmbeddingUse
-from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import (
+from medialane.testing.simulated.answer import token_texts
+from medialane.testing.simulated.block_pool import BlockPool
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.encoder_cache import EncoderCache
+from medialane.testing.simulated.scheduler import Scheduler, Step
+from medialane.testing.simulated.sequence import SimulatedParams, SimulatedSequence, sequence_of
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerBusy, WorkerLost
+from medialane.types.feature import EmbeddingUse
+from medialane.types.kv_events import KvEventBatch
+from medialane.types.request import (
     CompletionDelta,
     EmbeddingCounts,
     EngineRequest,
@@ -29,12 +35,6 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.testing.simulated.answer import token_texts
-from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.encoder_cache import EncoderCache
-from medialane.testing.simulated.scheduler import Scheduler, Step
-from medialane.testing.simulated.sequence import SimulatedParams, SimulatedSequence, sequence_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from medialane.core.kv_events import KvEvent
 from medialane.testing.simulated.block_pool import Block, BlockPool
 from medialane.testing.simulated.encoder_cache import EncoderCache
 from medialane.testing.simulated.sequence import SimulatedSequence
+from medialane.types.kv_events import KvEvent
 
 
 @dataclass(slots=True)

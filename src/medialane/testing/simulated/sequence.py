@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.core.block_hash import prompt_block_ids, stored_block_ids
-from medialane.core.errors import InvalidFeature
-from medialane.core.feature import EmbeddingUse, MediaSpan, PlaceholderRange
-from medialane.core.kv_events import BlockStored
-from medialane.core.request import EngineRequest
 from medialane.testing.simulated.answer import AnswerTokens
 from medialane.testing.simulated.block_pool import Block, BlockPool
+from medialane.types.block_hash import prompt_block_ids, stored_block_ids
+from medialane.types.errors import InvalidFeature
+from medialane.types.feature import EmbeddingUse, MediaSpan, PlaceholderRange
+from medialane.types.kv_events import BlockStored
+from medialane.types.request import EngineRequest
 
 
 class Item(NamedTuple):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from medialane.core.errors import StartupFailed
-from medialane.core.process.memory import MemoryUse
-from medialane.core.process.stop import DRAIN_TIMEOUT_S, stopped_by_signals
+from medialane.runtime.resources import MemoryUse
+from medialane.runtime.stop import DRAIN_TIMEOUT_S, stopped_by_signals
 from medialane.testing.simulated.config import SimulatedConfig
 from medialane.testing.simulated.engine import SimulatedEngine
+from medialane.types.errors import StartupFailed
 from medialane.wire.address import TcpAddress, consecutive_ports, parse_address
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello, Welcome

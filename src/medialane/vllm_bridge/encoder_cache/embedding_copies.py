@@ -17,8 +17,8 @@ import torch
 from vllm.platforms import current_platform
 
 from medialane.arena import ENTRY_HEADER_BYTES, FillWriter
-from medialane.core.errors import HandoverFailed, PreparationFailed
-from medialane.core.tensor import TensorDescriptor
+from medialane.types.errors import HandoverFailed, PreparationFailed
+from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import StepEmbeddings
 from medialane.vllm_bridge.items.features import spec_of, tensor_over
 

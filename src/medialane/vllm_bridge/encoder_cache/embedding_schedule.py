@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from medialane.core.errors import HandoverFailed
-from medialane.core.feature import EmbeddingUse, MediaPayload
-from medialane.core.request import EmbeddingCounts, EncoderCard
-from medialane.core.tensor import TensorDescriptor, TensorSpec
+from medialane.types.errors import HandoverFailed
+from medialane.types.feature import EmbeddingUse, MediaPayload
+from medialane.types.request import EmbeddingCounts, EncoderCard
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.vllm_bridge.items.validation import placeholder_of
 
 logger = logging.getLogger(__name__)

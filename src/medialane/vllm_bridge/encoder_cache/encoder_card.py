@@ -21,8 +21,8 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from medialane.core.hashing import content_hash, digest
-from medialane.core.request import EncoderCard
+from medialane.types.hashing import content_hash, digest
+from medialane.types.request import EncoderCard
 from medialane.vllm_bridge.encoder_cache.encoder_measure import Measured
 from medialane.vllm_bridge.items.stable_description import describe
 

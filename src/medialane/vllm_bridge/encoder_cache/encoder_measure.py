@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from medialane.core.errors import PreparationFailed
+from medialane.types.errors import PreparationFailed
 from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
 from medialane.vllm_bridge.seams.encoder_cache import embeddings_of, mrope_positions, sample_inputs
 

@@ -29,8 +29,8 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
-from medialane.core.errors import AdapterChanged, GenerationFailed, MedialaneError
-from medialane.core.hashing import content_hash
+from medialane.types.errors import AdapterChanged, GenerationFailed, MedialaneError
+from medialane.types.hashing import content_hash
 
 logger = logging.getLogger(__name__)
 

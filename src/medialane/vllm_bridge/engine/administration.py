@@ -8,8 +8,8 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from medialane.core import admin
-from medialane.core.admin import AdminCall
+from medialane.types import admin
+from medialane.types.admin import AdminCall
 from medialane.vllm_bridge.engine.adapters import Adapters
 from medialane.vllm_bridge.engine.engine_request import readable
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder

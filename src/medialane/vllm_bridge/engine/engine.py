@@ -34,19 +34,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from medialane.core.admin import AdminCall, AdminResult, changes_encoder
-from medialane.core.errors import (
+from medialane.runtime.phase import enter_phase
+from medialane.runtime.resources import used_cpu_s
+from medialane.types.admin import AdminCall, AdminResult, changes_encoder
+from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,
     MedialaneError,
     StartupFailed,
     WorkerLost,
 )
-from medialane.core.feature import EmbeddingUse
-from medialane.core.kv_events import KvEventBatch
-from medialane.core.process.cpu_time import used_cpu_s
-from medialane.core.process.phase import enter_phase
-from medialane.core.request import (
+from medialane.types.feature import EmbeddingUse
+from medialane.types.kv_events import KvEventBatch
+from medialane.types.request import (
     ENCODER,
     EmbeddingCounts,
     EngineRequest,

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from msgspec.structs import astuple
 
-from medialane.core.errors import InvalidFeature
-from medialane.core.process.parent_death import signal_on_parent_death
-from medialane.core.process.phase import Phase, enter_phase, show_phase
+from medialane.runtime.linux import signal_on_parent_death
+from medialane.runtime.phase import Phase, enter_phase, show_phase
+from medialane.types.errors import InvalidFeature
 from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.encoder_cache.encoder_measure import measure
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable

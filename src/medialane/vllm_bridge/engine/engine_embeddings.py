@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from vllm.config import ModelConfig, VllmConfig
 
-from medialane.core.errors import GenerationFailed
-from medialane.core.hashing import content_hash
-from medialane.core.request import EmbeddingCounts, EncoderCard, WorkerRole
+from medialane.types.errors import GenerationFailed
+from medialane.types.hashing import content_hash
+from medialane.types.request import EmbeddingCounts, EncoderCard, WorkerRole
 from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card, weights_version
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds

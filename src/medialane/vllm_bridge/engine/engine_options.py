@@ -11,8 +11,8 @@ from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from medialane.core.errors import StartupFailed
-from medialane.core.request import ENCODER, WorkerRole
+from medialane.types.errors import StartupFailed
+from medialane.types.request import ENCODER, WorkerRole
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.encoder_cache import embedding_connector
 from medialane.vllm_bridge.engine import cpu_executor

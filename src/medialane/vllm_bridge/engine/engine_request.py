@@ -16,10 +16,10 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from medialane.core.errors import HandoverFailed, InvalidFeature, PromptRejected
-from medialane.core.feature import EmbeddingUse, MediaPayload, MediaSpan
-from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import TensorDescriptor
+from medialane.types.errors import HandoverFailed, InvalidFeature, PromptRejected
+from medialane.types.feature import EmbeddingUse, MediaPayload, MediaSpan
+from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.encoder_cache import embedding_connector
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from medialane.core.process.forked_ahead import ForkedContext, forked_ahead
+from medialane.runtime.forked_ahead import ForkedContext, forked_ahead
 from medialane.vllm_bridge.seams.engine_start import engines_of, why_spawned
 
 logger = logging.getLogger(__name__)

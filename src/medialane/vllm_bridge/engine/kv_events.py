@@ -22,8 +22,8 @@ import zmq
 import zmq.asyncio
 from vllm.config import KVEventsConfig
 
-from medialane.core.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
-from medialane.core.watched_task import WatchedTask
+from medialane.runtime.tasks import WatchedTask
+from medialane.types.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
 
 logger = logging.getLogger(__name__)
 

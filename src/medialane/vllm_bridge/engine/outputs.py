@@ -15,9 +15,9 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from medialane.core.errors import GenerationFailed, InvalidGrammar, Unavailable
-from medialane.core.feature import MediaSpan
-from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, PooledPart, TokenLogprob
+from medialane.types.errors import GenerationFailed, InvalidGrammar, Unavailable
+from medialane.types.feature import MediaSpan
+from medialane.types.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, PooledPart, TokenLogprob
 from medialane.vllm_bridge.items.features import spec_of, tensor_over
 from medialane.vllm_bridge.seams.engine import RequestStateStats
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from multiprocessing import parent_process
 
-from medialane.core.process.isolation import hide_memory, show_memory
 from medialane.observability.logging import configure_child
+from medialane.runtime.linux import hide_memory, show_memory
 from medialane.vllm_bridge.engine.private_folder import is_entered
 from medialane.vllm_bridge.log_level import show_vllm_lines
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from medialane.core.process.owner_lock import OwnedFolder
+from medialane.runtime.owner_lock import OwnedFolder
 
 _PREFIX = "medialane-vllm-"
 

@@ -21,21 +21,20 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 from vllm.renderers import BaseRenderer
 
-from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
-from medialane.core.errors import (
+from medialane.types.errors import (
     InvalidEmbeds,
     InvalidFeature,
     InvalidVideo,
     MedialaneError,
     PromptRejected,
     UnsupportedMediaType,
+    raised_in,
 )
-from medialane.core.feature import MediaPayload
-from medialane.core.media import DECODED, Decoded, MediaSize, Modality
-from medialane.core.modalities import MODALITIES
-from medialane.core.own_fault import raised_in
-from medialane.core.request import EngineRequest, SourcePrompt
-from medialane.core.stage import StageName
+from medialane.types.feature import MediaPayload
+from medialane.types.media import DECODED, MODALITIES, Decoded, MediaSize, Modality
+from medialane.types.request import EngineRequest, SourcePrompt
+from medialane.types.stage import StageName
+from medialane.types.tensor import EMBEDS_TYPE, decode_embeds
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
 from medialane.vllm_bridge.items.embeds import EmbedsReader
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds

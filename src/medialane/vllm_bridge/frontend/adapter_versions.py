@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from medialane.core.admin import AddLora, UnloadLora
-from medialane.core.errors import AdminCallIncomplete, GenerationFailed, MedialaneError, NotFound
+from medialane.types.admin import AddLora, UnloadLora
+from medialane.types.errors import AdminCallIncomplete, GenerationFailed, MedialaneError, NotFound
 from medialane.vllm_bridge.engine.adapters import versioned
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 

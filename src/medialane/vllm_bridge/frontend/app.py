@@ -17,13 +17,12 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import MedialaneError
-from medialane.core.hashing import digest
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media_hash import MediaHasher
-from medialane.core.modalities import MODALITIES
-from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.stop import Stop
+from medialane.types.errors import MedialaneError
+from medialane.types.hashing import MediaHasher, digest
+from medialane.types.media import MODALITIES
 from medialane.vllm_bridge.frontend import (
     feature_files,
     generate,

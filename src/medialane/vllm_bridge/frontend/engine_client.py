@@ -19,10 +19,10 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.core import admin
-from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
-from medialane.core.loop_fairness import FewPerIteration
-from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.runtime.loop_fairness import FewPerIteration
+from medialane.types import admin
+from medialane.types.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
+from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output, with_end_apart
 from medialane.vllm_bridge.frontend.adapter_versions import AdapterVersions
 from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations

@@ -14,12 +14,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from medialane.core.errors import InvalidRequest
-from medialane.core.feature import Feature
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import Modality
-from medialane.core.media_lease import SALT_HEADER, salt_of
-from medialane.core.tensor import ITEM_BYTES
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import InvalidRequest
+from medialane.types.feature import Feature
+from medialane.types.media import Modality
+from medialane.types.media_lease import SALT_HEADER, salt_of
+from medialane.types.tensor import ITEM_BYTES
 from medialane.vllm_bridge.frontend.render import cut
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend

@@ -13,11 +13,11 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from medialane.core.errors import InvalidRequest, UnknownMedia
-from medialane.core.feature import PlaceholderRange, PreparedPrompt, StagedItem
-from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import MediaRef, naming
-from medialane.core.tasks import gather_or_cancel
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.errors import InvalidRequest, UnknownMedia
+from medialane.types.feature import PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.types.media import MediaRef, naming
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.prepared_input import engine_input

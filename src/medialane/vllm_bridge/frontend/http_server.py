@@ -16,8 +16,8 @@ from typing import Any
 import uvicorn
 from vllm import envs
 
-from medialane.core.errors import StartupFailed
-from medialane.core.process.stop import GIVE_UP_S, Stop, serve_until_stopped
+from medialane.runtime.stop import GIVE_UP_S, Stop, serve_until_stopped
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,

@@ -21,7 +21,7 @@ from starlette.datastructures import State
 from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.frontend.pooled_json import built_in_pieces
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.pooling import (

@@ -21,12 +21,12 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
 
-from medialane.core.errors import InvalidFeature, PromptRejected, StartupFailed
-from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Modality
-from medialane.core.stage import StageName
 from medialane.observability.logging import unchanged_levels
 from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
+from medialane.types.errors import InvalidFeature, PromptRejected, StartupFailed
+from medialane.types.feature import Feature, PlaceholderRange
+from medialane.types.media import Modality
+from medialane.types.stage import StageName
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.frontend import pooling_endpoints, render
 from medialane.vllm_bridge.frontend.fail_fast import failing_fast

@@ -23,9 +23,9 @@ import msgspec
 import pybase64
 from starlette.routing import Route
 
-from medialane.core.errors import FeatureUnsupported
-from medialane.core.feature import PreparedPrompt
-from medialane.core.loop_fairness import LoopFairness
+from medialane.runtime.loop_fairness import LoopFairness
+from medialane.types.errors import FeatureUnsupported
+from medialane.types.feature import PreparedPrompt
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.prepared_input import PreparedItems

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import (
+from medialane.types.errors import (
     EmptyMedia,
     InvalidMediaUrl,
     InvalidRequest,
@@ -27,9 +27,9 @@ from medialane.core.errors import (
     TooManyMediaItems,
     UnknownMediaUuid,
 )
-from medialane.core.feature import MediaPrompt
-from medialane.core.hashing import canonical_options
-from medialane.core.media import MediaRef, Modality
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import canonical_options
+from medialane.types.media import MediaRef, Modality
 from medialane.vllm_bridge.frontend.render import current_answer
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.media_hash import HashFactors

@@ -9,13 +9,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.continuation import Continuable
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
-from medialane.core.media import MediaRef
-from medialane.core.request import EngineRequest, OutputDelta
 from medialane.prepare.processor import ProcessedItem
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.types.media import MediaRef
+from medialane.types.request import Continuable, EngineRequest, OutputDelta
 
 
 class RequestBackend(Protocol):

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket
 from vllm import envs
 
-from medialane.core.errors import InvalidUpload, TooLarge, UnsupportedMediaType
-from medialane.core.media import MediaRef
+from medialane.types.errors import InvalidUpload, TooLarge, UnsupportedMediaType
+from medialane.types.media import MediaRef
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.speech import ToClips, decode_speech_by

@@ -24,8 +24,8 @@ import msgspec
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from medialane.arena import ArenaView
-from medialane.core.errors import HandoverFailed
-from medialane.core.tensor import TensorDescriptor, TensorDescriptors
+from medialane.types.errors import HandoverFailed
+from medialane.types.tensor import TensorDescriptor, TensorDescriptors
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.pinned_memory import PinnedMemory, pinned
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder

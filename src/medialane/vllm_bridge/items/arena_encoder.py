@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-from medialane.core.tensor import TensorDescriptor
+from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.items.arena_decoder import KEY, WireItem
 from medialane.vllm_bridge.items.features import check_tensors, decode_item
 from medialane.vllm_bridge.seams.engine import ItemEncoder

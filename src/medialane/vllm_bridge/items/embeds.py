@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from medialane.core.embeds import UNNAMED, Embeds
-from medialane.core.errors import InvalidEmbeds
-from medialane.core.media import Modality
+from medialane.types.errors import InvalidEmbeds
+from medialane.types.media import Modality
+from medialane.types.tensor import UNNAMED, Embeds
 from medialane.vllm_bridge.items.embeds_trial import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.items.features import tensor_over
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile

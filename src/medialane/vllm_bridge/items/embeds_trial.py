@@ -12,8 +12,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from medialane.core.embeds import UNNAMED
-from medialane.core.errors import InvalidEmbeds
+from medialane.types.errors import InvalidEmbeds
+from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.seams.encoder_cache import embeddings_of, mrope_positions, sample_inputs, sample_of_embeds
 
 #: Names of an object's members: the embeddings of an image, and its grid of patches.

@@ -26,9 +26,9 @@ from vllm.multimodal.inputs import (
     MultiModalSharedField,
 )
 
-from medialane.core.errors import FeatureUnsupported, InvalidFeature
-from medialane.core.feature import MAX_HEADER_BYTES
-from medialane.core.feature_header import (
+from medialane.types.errors import FeatureUnsupported, InvalidFeature
+from medialane.types.feature import MAX_HEADER_BYTES
+from medialane.types.feature_header import (
     Batched,
     Field,
     Flat,
@@ -40,7 +40,7 @@ from medialane.core.feature_header import (
     SmallTensor,
     Value,
 )
-from medialane.core.tensor import ITEM_BYTES, TensorSpec
+from medialane.types.tensor import ITEM_BYTES, TensorSpec
 from medialane.vllm_bridge.seams.stand_ins import stand_in_for
 
 #: Largest tensor that is always inline in the header. An audio mask of 30 s is 12 kB.

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
-from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
-from medialane.core.media import FrameBatch, Video
+from medialane.types.errors import InvalidRequest, InvalidVideo, TooManyFrames
+from medialane.types.media import FrameBatch, Video
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.seams.multimodal import (
     OpenCVError,

@@ -19,10 +19,10 @@ from transformers.feature_extraction_utils import BatchFeature
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported
-from medialane.core.feature import MAX_HEADER_BYTES, MediaPayload
-from medialane.core.media import MediaSize, Modality
 from medialane.prepare.processor import ProcessedItem
+from medialane.types.errors import FeatureUnsupported
+from medialane.types.feature import MAX_HEADER_BYTES, MediaPayload
+from medialane.types.media import MediaSize, Modality
 from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item_without_tensors, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts, decode_options, layout_of
 from medialane.vllm_bridge.seams.multimodal import fields_config

@@ -25,8 +25,8 @@ import torch
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from medialane.core.errors import InvalidFeature, InvalidRequest
-from medialane.core.media import Modality
+from medialane.types.errors import InvalidFeature, InvalidRequest
+from medialane.types.media import Modality
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts

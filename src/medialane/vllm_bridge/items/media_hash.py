@@ -18,10 +18,10 @@ import msgspec
 from PIL import Image as PILImage
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import InvalidRequest
-from medialane.core.feature import MediaPrompt
-from medialane.core.media import AudioSamples, FrameBatch, MediaRef
-from medialane.core.media_hash import DecodedItem, EncodedItem, HashedItem
+from medialane.types.errors import InvalidRequest
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import DecodedItem, EncodedItem, HashedItem
+from medialane.types.media import AudioSamples, FrameBatch, MediaRef
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.seams.media_hash import decoded_video, encoded_image, encoded_video, mm_hashes
 from medialane.vllm_bridge.seams.multimodal import video_backend

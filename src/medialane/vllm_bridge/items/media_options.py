@@ -16,9 +16,9 @@ import msgspec
 from vllm.config import ModelConfig
 from vllm.multimodal.media.video import VideoMediaIO
 
-from medialane.core.errors import InvalidRequest, StartupFailed
-from medialane.core.hashing import canonical_options
-from medialane.core.media import Modality
+from medialane.types.errors import InvalidRequest, StartupFailed
+from medialane.types.hashing import canonical_options
+from medialane.types.media import Modality
 from medialane.vllm_bridge.items.processor_options import check_options
 
 IoOptions = Mapping[str, Mapping[str, object]]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.multimodal.inputs import MultiModalFlatField, MultiModalKwargsItem
 
-from medialane.core.errors import InvalidFeature
+from medialane.types.errors import InvalidFeature
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.item_shape import num_embeds

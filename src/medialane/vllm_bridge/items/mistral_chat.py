@@ -27,8 +27,8 @@ from PIL import Image as PILImage
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from vllm.renderers import BaseRenderer
 
-from medialane.core.feature import Feature
-from medialane.core.media import AudioSamples, Decoded, Image, Modality
+from medialane.types.feature import Feature
+from medialane.types.media import AudioSamples, Decoded, Image, Modality
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.seams.multimodal import (

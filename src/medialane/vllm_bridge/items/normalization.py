@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.media import Modality
+from medialane.types.media import Modality
 from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
 from medialane.vllm_bridge.seams.multimodal import hf_processor_of
 

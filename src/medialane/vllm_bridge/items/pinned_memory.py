@@ -26,7 +26,7 @@ from typing import Protocol, SupportsInt
 
 import torch
 
-from medialane.core.byte_size import format_bytes
+from medialane.types.setting import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Any
 from transformers.image_utils import SizeDict
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.feature import MediaPayload
-from medialane.core.hashing import canonical_options
-from medialane.core.media import Modality
+from medialane.types.feature import MediaPayload
+from medialane.types.hashing import canonical_options
+from medialane.types.media import Modality
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts, PlaceholderSource
 from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS, VllmProcessor

@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, Mu
 from vllm.multimodal.parse import MultiModalDataItems
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.media import MediaSize, Modality
+from medialane.types.media import MediaSize, Modality
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.seams.multimodal import prompt_updates
 from medialane.vllm_bridge.seams.stand_ins import has_stand_in, stand_ins_like

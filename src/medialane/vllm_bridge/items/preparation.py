@@ -17,10 +17,9 @@ from PIL import Image as PILImage
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, InvalidRequest, PreparationFailed
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize
-from medialane.core.modalities import MODALITIES
 from medialane.prepare.processor import ProcessedItem
+from medialane.types.errors import FeatureUnsupported, InvalidRequest, PreparationFailed
+from medialane.types.media import MODALITIES, AudioSamples, Decoded, FrameBatch, Image, MediaSize
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, HeaderWriter
 from medialane.vllm_bridge.items.placeholder_layout import decode_options

@@ -17,9 +17,9 @@ from vllm.inputs import mm_enc_dec_input, mm_input, split_enc_dec_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing.processor import PromptUpdateDetails
 
-from medialane.core.errors import InvalidRequest
-from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
-from medialane.core.feature import PlaceholderRange as Placeholder
+from medialane.types.errors import InvalidRequest
+from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
+from medialane.types.feature import PlaceholderRange as Placeholder
 
 
 class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not typed

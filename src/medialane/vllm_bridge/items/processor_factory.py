@@ -15,10 +15,10 @@ import numba
 import torch
 from huggingface_hub import constants
 
-from medialane.core.errors import UnsupportedMediaType
-from medialane.core.media import Decoded, FrameBatch, FrameSampler, MediaSize, Modality, Video
-from medialane.core.process.phase import enter_phase
 from medialane.prepare.processor import Described, FactoryConfig, NoProcessor, ProcessedItem, Processor
+from medialane.runtime.phase import enter_phase
+from medialane.types.errors import UnsupportedMediaType
+from medialane.types.media import Decoded, FrameBatch, FrameSampler, MediaSize, Modality, Video
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler

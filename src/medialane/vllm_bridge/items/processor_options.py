@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from medialane.core.errors import InvalidRequest
-from medialane.core.hashing import canonical_options
-from medialane.core.media import Modality
+from medialane.types.errors import InvalidRequest
+from medialane.types.hashing import canonical_options
+from medialane.types.media import Modality
 
 #: The longest list in practice is a video's `frames_indices`: 768 by default.
 MAX_VALUES = 2048

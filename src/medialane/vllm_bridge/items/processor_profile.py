@@ -18,8 +18,8 @@ from functools import cached_property
 import msgspec
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.media import Modality
-from medialane.core.stage import StageName
+from medialane.types.media import Modality
+from medialane.types.stage import StageName
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.image_tokens import ImageTokens
 from medialane.vllm_bridge.items.item_shape import ItemShape, learn_shapes

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import InvalidRequest
+from medialane.types.errors import InvalidRequest
 
 
 def is_audio(item: object) -> bool:

@@ -21,8 +21,8 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from vllm.config import ModelConfig
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported
-from medialane.core.media import Decoded, Modality
+from medialane.types.errors import FeatureUnsupported
+from medialane.types.media import Decoded, Modality
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.preparation import engine_media
 from medialane.vllm_bridge.items.stage_fitness import process_one

@@ -21,11 +21,11 @@ import torch
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, InvalidFeature, InvalidRequest
-from medialane.core.feature import PlaceholderRange
-from medialane.core.media import Modality
-from medialane.core.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
 from medialane.prepare.processor import ProcessedItem
+from medialane.types.errors import FeatureUnsupported, InvalidFeature, InvalidRequest
+from medialane.types.feature import PlaceholderRange
+from medialane.types.media import Modality
+from medialane.types.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
 from medialane.vllm_bridge.items.features import (
     MAX_DEPTH,
     decode_item,

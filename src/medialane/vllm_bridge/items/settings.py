@@ -19,7 +19,7 @@ import vllm
 from huggingface_hub import constants
 from vllm.config import ModelConfig
 
-from medialane.core.hashing import canonical_options, content_hash, digest
+from medialane.types.hashing import canonical_options, content_hash, digest
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.stable_description import Description, attributes, describe, is_component
 from medialane.vllm_bridge.seams.multimodal import load_hf_processor

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.prepare.processor import Described, ProcessedItem
+from medialane.types.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.vllm_bridge.items.features import large_tensors, small_values, without_values
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.trial_items import TrialItem, attempt, without_warnings

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from medialane.core.hashing import content_hash
+from medialane.types.hashing import content_hash
 
 #: A value whose JSON is longer is described by the hash of it.
 MAX_TEXT = 100

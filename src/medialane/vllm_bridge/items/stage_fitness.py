@@ -18,12 +18,12 @@ from typing import Any
 
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import Decoded, Modality
-from medialane.core.request import ExpandedPrompt
-from medialane.core.stage import RAW_STAGE, StageName
 from medialane.prepare.processor import AssembledPrompt
+from medialane.types.errors import MedialaneError
+from medialane.types.feature import Feature, MediaPayload
+from medialane.types.media import Decoded, Modality
+from medialane.types.request import ExpandedPrompt
+from medialane.types.stage import RAW_STAGE, StageName
 from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from medialane.core.tensor_comparison import Comparison, FieldComparison, PixelNormalisation, Relation
+from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation, Relation
 
 #: A field's value: tensors and scalars, in nested lists.
 Values = Mapping[str, Any]

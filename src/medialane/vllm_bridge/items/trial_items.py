@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.hashing import canonical_options
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
-from medialane.core.tensor import TensorSpec
+from medialane.types.hashing import canonical_options
+from medialane.types.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
+from medialane.types.tensor import TensorSpec
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS, VllmProcessor

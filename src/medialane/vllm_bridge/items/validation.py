@@ -40,10 +40,10 @@ from vllm.multimodal.inputs import (
 )
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
-from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import MediaPayload, PlaceholderRange
-from medialane.core.media import Modality
-from medialane.core.request import ExpandedPrompt
+from medialane.types.errors import InvalidFeature, PromptRejected
+from medialane.types.feature import MediaPayload, PlaceholderRange
+from medialane.types.media import Modality
+from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, configs_of
 from medialane.vllm_bridge.items.item_shape import ItemShape, check_layout, num_embeds

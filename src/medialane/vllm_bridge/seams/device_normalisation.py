@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.fusion.mm_input_norm import _load_norm_params
 
-from medialane.core.tensor_comparison import PixelNormalisation
+from medialane.types.tensor import PixelNormalisation
 
 
 def device_normalisation(model_config: ModelConfig) -> PixelNormalisation | None:

@@ -23,8 +23,8 @@ from vllm.renderers import BaseRenderer
 from vllm.transformers_utils.processor import cached_get_processor, get_video_processor_cls_name
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from medialane.core.errors import TooManyFrames
-from medialane.core.media import Modality
+from medialane.types.errors import TooManyFrames
+from medialane.types.media import Modality
 from medialane.vllm_bridge.seams.vision_chunk import take_images
 
 try:

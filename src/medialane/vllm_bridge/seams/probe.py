@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
 from typing import Any, NamedTuple, get_args
 
-from medialane.core.errors import StartupFailed
 from medialane.observability.logging import unchanged_levels
+from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.seams.table import GROUPS, TESTED_VLLM, Group, Process, Seam
 
 logger = logging.getLogger(__name__)

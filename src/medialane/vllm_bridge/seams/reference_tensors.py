@@ -8,7 +8,7 @@ from vllm.config import ModelConfig
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 from vllm.transformers_utils.processor import get_video_processor_cls_name
 
-from medialane.core.media import Modality
+from medialane.types.media import Modality
 
 
 def load_as_plain(model_config: ModelConfig, modality: Modality, url: str) -> Any:

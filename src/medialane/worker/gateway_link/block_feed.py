@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.core.kv_events import KvChange
+from medialane.types.kv_events import KvChange
 from medialane.wire.framing import append_frame
 from medialane.wire.protocol import KvBlocks
 

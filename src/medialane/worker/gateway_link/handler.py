@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
-from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.kv_events import KvChange
-from medialane.core.metrics import MetricChanges
-from medialane.core.request import EncoderCard, EngineRequest, OutputDelta, WorkerLoad
+from medialane.types.admin import AdminCall, AdminResult
+from medialane.types.kv_events import KvChange
+from medialane.types.request import EncoderCard, EngineRequest, OutputDelta, WorkerLoad
+from medialane.types.stats import MetricChanges
 from medialane.wire.protocol import Hello, Welcome
 
 

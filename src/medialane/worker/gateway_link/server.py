@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from medialane.core.errors import AlreadyJoined, MedialaneError, StartupFailed, WorkerDraining, WorkerLost
+from medialane.types.errors import AlreadyJoined, MedialaneError, StartupFailed, WorkerDraining, WorkerLost
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from medialane.core.errors import MedialaneError, ProtocolViolation, WorkerLost, from_report, report_of, to_report
+from medialane.types.errors import MedialaneError, ProtocolViolation, WorkerLost, from_report, report_of, to_report
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.framing import raw_data

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from medialane.core.admin import clears_encoder_cache
-from medialane.core.errors import ProtocolViolation, Unavailable, report_of, to_report
-from medialane.core.metrics import MetricChanges
-from medialane.core.request import EncoderCard
+from medialane.types.admin import clears_encoder_cache
+from medialane.types.errors import ProtocolViolation, Unavailable, report_of, to_report
+from medialane.types.request import EncoderCard
+from medialane.types.stats import MetricChanges
 from medialane.wire.protocol import AdminDone, AdminFailed, Administer, Command, Drain, MetricValues, ReadMetrics
 from medialane.worker.gateway_link.handler import Handler
 

@@ -8,10 +8,10 @@ from itertools import count
 
 import msgspec
 
-from medialane.core.kv_events import KvChange
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import EncoderCard
-from medialane.core.watched_task import has_failing_tasks
+from medialane.runtime.tasks import has_failing_tasks
+from medialane.types.kv_events import KvChange
+from medialane.types.request import EncoderCard
+from medialane.types.stats import PendingWork
 from medialane.wire.connection import Connection
 from medialane.wire.protocol import (
     ArenaMapped,

@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from medialane.core.errors import (
+from medialane.observability.logging import request_id, trace_id, trace_of
+from medialane.runtime.taker import TAKER
+from medialane.types.errors import (
     ErrorReport,
     GenerationFailed,
     InvalidFeature,
@@ -22,10 +24,8 @@ from medialane.core.errors import (
     report_of,
     to_report,
 )
-from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.retry_after import Places
-from medialane.core.taker import TAKER
-from medialane.observability.logging import request_id, trace_id, trace_of
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.retry_after import Places
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.payload import IncomingPayload, join

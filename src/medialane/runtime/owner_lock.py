@@ -1,0 +1,196 @@
+"""Files owned by a live process, and removal of those whose owner has exited.
+
+An owner holds an exclusive flock(2) on its file while it runs; the kernel drops the lock with the owner's last
+descriptor, also after kill -9. So a process that obtains the lock has found a file without an owner, and may remove it.
+The lock belongs to the open file description: a forked child that inherits the descriptor keeps it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from medialane.types.errors import StartupFailed
+
+#: Removed in the meantime; another user's; a symbolic link; a socket: not ours, whatever its name.
+_NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
+
+_LOCK = "owner.lock"
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file without waiting. Return False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def has_one_owner(path: str) -> bool:
+    """Return whether a process holds the lock of this file for itself, as that of an `OwnedFolder`."""
+    descriptor = _open(path)
+    if descriptor is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@contextmanager
+def abandoned(path: str | Path) -> Iterator[int | None]:
+    """Yield a read-only descriptor of the file, with its lock held, if it is a regular file of this user without an
+    owner; otherwise None. Raises OSError if the file cannot be checked."""
+    descriptor = _open(path)
+    if descriptor is None:
+        yield None
+        return
+    try:
+        yield descriptor if _is_abandoned(descriptor, path) else None
+    finally:
+        os.close(descriptor)
+
+
+class OwnedFolder:
+    """A folder of mode 0700 that is removed by its owner, or by the next `create` after its owner was killed.
+
+    The lock is that of a file inside. The folder gets its final name only after it is locked, and only final names are
+    reaped.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def create(cls, parent: Path, prefix: str, *, num_kept: int = 0) -> OwnedFolder:
+        """Create a folder in `parent`, after removing those of this prefix whose owners have exited, except the
+        `num_kept` newest. Raises StartupFailed."""
+        try:
+            reap_folders(parent, prefix, num_kept=num_kept)
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
+            lock = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = parent / unfinished.name.removeprefix(".")
+            unfinished.rename(path)
+        except OSError as error:
+            raise StartupFailed(f"cannot create a private folder in {parent}: {error.strerror}") from error
+        return cls(path, lock)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the folder; with `keep` it stays for inspection, see `create`. Idempotent."""
+        if self._lock is None:
+            return
+        if not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+class SharedFolder:
+    """A folder of mode 0700 with a known name, for several processes of this user: the last of them removes it, or
+    `reap_folders` after they were killed.
+
+    Each holds a shared lock on the file inside. `close` gives that up before it tries to get the exclusive lock, so
+    that the last of several that close at once gets it.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def join(cls, path: Path) -> SharedFolder:
+        """Create the folder, or use it with the others. Raises StartupFailed."""
+        while True:
+            try:
+                path.mkdir(mode=0o700, exist_ok=True)
+                if not _is_own_folder(path):
+                    raise StartupFailed(f"{path} belongs to another user")
+                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue  # removed by the last of its previous users
+            except OSError as error:
+                raise StartupFailed(f"cannot create the private folder {path}: {error.strerror}") from error
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(path / _LOCK, lock):
+                return cls(path, lock)
+            os.close(lock)
+
+    def close(self) -> None:
+        """Stop using the folder. Idempotent."""
+        if self._lock is None:
+            return
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if try_lock(self._lock) and _is_at(self.path / _LOCK, self._lock):
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
+def reap_folders(parent: Path, prefix: str, *, num_kept: int = 0) -> list[Path]:
+    """Remove this user's `OwnedFolder`s in `parent` whose owners have exited, except the `num_kept` newest; return
+    their paths."""
+    removed = []
+    for path in sorted(filter(_is_own_folder, parent.glob(f"{prefix}*")), key=_modified_at, reverse=True):
+        with abandoned(path / _LOCK) as lock:
+            if lock is None:
+                continue
+            if num_kept:
+                num_kept -= 1
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+    return removed
+
+
+def _open(path: str | Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NOT_OURS:
+            return None
+        raise
+
+
+def _is_abandoned(descriptor: int, path: str | Path) -> bool:
+    """Return whether the file has no owner, and lock it then."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not try_lock(descriptor):
+        return False
+    return _is_at(path, descriptor)
+
+
+def _is_at(path: str | Path, descriptor: int) -> bool:
+    """Return whether the open file is at this path: it may have been renamed or removed since it was opened."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _is_own_folder(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _modified_at(path: Path) -> float:
+    """Return when a folder was last changed; 0 if it has been removed meanwhile."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,88 @@
+"""How a process stops: the first signal asks it to drain, another one to end at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import msgspec
+from msgspec import field
+
+from medialane.runtime.systemd import show_stopping
+from medialane.runtime.tasks import first_of
+from medialane.types.setting import NonNegativeFloat, check_bounds
+
+DRAIN_TIMEOUT_S = 10.0
+#: For the error responses of requests that have not ended when the drain's time is over.
+GIVE_UP_S = 2.0
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How gateways, workers, encoders and stores stop."""
+
+    drain_timeout_s: NonNegativeFloat = field(default=DRAIN_TIMEOUT_S, name="drain-timeout")
+    """how long a process that is to stop (SIGTERM, `medialane workers drain`) lets what is running end, taking no new
+    work; then answers of a worker go on at another one, if any is ready, and answers of a gateway end with an error"""
+
+    def validate(self) -> None:
+        check_bounds(self)
+
+
+class Stop:
+    """`asked` is set when the process is to stop, `at_once` if it is not to wait for what is running."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def ask(self) -> None:
+        """Stop; when called again, at once."""
+        if self.asked.is_set():
+            self.at_once.set()
+        else:
+            show_stopping()
+        self.asked.set()
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[Stop]:
+    """Yield what SIGTERM and SIGINT set, in the main thread's event loop."""
+    stop, loop = Stop(), asyncio.get_running_loop()
+    for number in _NUMBERS:
+        loop.add_signal_handler(number, stop.ask)
+    try:
+        yield stop
+    finally:
+        for number in _NUMBERS:
+            loop.remove_signal_handler(number)
+
+
+class Server(Protocol):
+    """uvicorn's."""
+
+    should_exit: bool
+    force_exit: bool
+
+    async def serve(self, sockets: list[socket.socket]) -> None: ...
+
+
+async def serve_until_stopped(
+    server: Server, sock: socket.socket, stop: Stop, *, drain_timeout_s: float, give_up: Callable[[], None]
+) -> None:
+    """Serve on `sock` until `stop`; requests in flight get `drain_timeout_s` to finish, then `give_up` is called, which
+    ends them with an error. The server must install no signal handlers."""
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    await first_of(asyncio.shield(serving), stop.asked.wait())
+    server.should_exit = True
+    await first_of(asyncio.shield(serving), stop.at_once.wait(), asyncio.sleep(drain_timeout_s))
+    if not serving.done():
+        give_up()
+    if stop.at_once.is_set():
+        await asyncio.wait((serving,), timeout=GIVE_UP_S)
+        server.force_exit = True
+    await serving

@@ -1,0 +1,221 @@
+"""Tasks: waiting for several coroutines or streams, none of which runs on when the wait is over; a background task that
+must live: whatever ends it, it is logged, reported, and started again; exponential backoff; and deduplication of
+concurrent work by key (singleflight)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Wait until one of them ends, and raise its error if it has one; cancel the others, but for what is shielded."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Await all and return their results in order. The first error cancels the others and is raised as it is."""
+    if len(work) == 1:
+        return (await work[0],)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except ExceptionGroup as group:
+        first = group.exceptions[0]
+    else:
+        return tuple(task.result() for task in running)
+    try:
+        raise first
+    finally:
+        del first  # its traceback has this frame
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield what any of the streams yields, as it comes. The first error closes all, and is raised. Each is one step
+    ahead of the reader at most."""
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield item
+        return
+    steps: dict[asyncio.Future[T], AsyncGenerator[T, None]] = {}
+    try:
+        steps |= {_step(stream): stream for stream in streams}
+        while steps:
+            ended, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
+            for step in ended:
+                stream = steps.pop(step)
+                try:
+                    item = step.result()
+                except StopAsyncIteration:
+                    continue
+                steps[_step(stream)] = stream
+                yield item
+    finally:
+        for step in steps:
+            step.cancel()
+        if steps:
+            await asyncio.wait(steps)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _step(stream: AsyncGenerator[T, None]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(anext(stream))
+
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 1.0
+#: How long after its last end a task is reported as failing.
+FAILING_S = 60.0
+
+#: Of this process.
+_tasks: set[WatchedTask] = set()
+
+
+def has_failing_tasks() -> bool:
+    """Whether a watched task of this process has ended by itself lately."""
+    return any(task.is_failing for task in _tasks)
+
+
+class WatchedTask:
+    """Calls `work`, which must not end by itself, until `close`; again PAUSE_S after an end. Also a context manager."""
+
+    def __init__(
+        self,
+        work: Callable[[], Awaitable[object]],
+        name: str,
+        *,
+        pause_s: float = PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._work = work
+        self._name = name
+        self._pause_s = pause_s
+        self._clock = clock
+        self._failed_at: float | None = None
+        _tasks.add(self)
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has ended by itself lately."""
+        return self._failed_at is not None and self._clock() - self._failed_at < FAILING_S
+
+    async def close(self) -> None:
+        """Cancel it, and wait until it has ended. Idempotent."""
+        _tasks.discard(self)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self) -> None:
+        while True:
+            ended: BaseException | None = None
+            try:
+                await self._work()
+            except Exception as error:  # noqa: BLE001 - the supervisor of a task: it must live whatever fails
+                ended = error
+            self._failed_at = self._clock()
+            logger.error("%s has ended unexpectedly, and is started again", self._name, exc_info=ended)
+            await asyncio.sleep(self._pause_s)
+
+
+class Backoff:
+    """Delays that double from `initial_s` up to `max_s`. The owner sleeps, and calls `reset` after a success."""
+
+    def __init__(self, *, initial_s: float, max_s: float) -> None:
+        self._initial_s = initial_s
+        self._max_s = max_s
+        self._next_s = initial_s
+
+    def next(self) -> float:
+        """Return the delay before the next attempt, in seconds."""
+        delay_s = self._next_s
+        self._next_s = min(2 * delay_s, self._max_s)
+        return delay_s
+
+    def reset(self) -> None:
+        self._next_s = self._initial_s
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class _Flight(Generic[T]):
+    def __init__(self, task: asyncio.Task[T]) -> None:
+        self.task = task
+        self.num_waiters = 0
+        self.is_released = False
+
+
+def _itself(result: T) -> T:
+    return result
+
+
+class SingleFlight(Generic[K, T]):
+    """Runs the work of a key once for all callers that arrive while it runs.
+
+    Cancelling one caller does not affect the others; when the last one is cancelled, so is the work. An error is raised
+    in every caller. Results are not cached after the flight.
+
+    For results that must be released: each caller owns what `share` returns for the flight's result, and the flight's
+    own result is passed to `release` after its last caller has left, however it left.
+    """
+
+    def __init__(self, *, share: Callable[[T], T] = _itself, release: Callable[[T], None] | None = None) -> None:
+        self._flights: dict[K, _Flight[T]] = {}
+        self._share = share
+        self._release = release
+
+    async def do(self, key: K, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the result of `work`, or of the work already running for `key`."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(work()))
+            flight.task.add_done_callback(lambda _: self._land(key, flight))
+        flight.num_waiters += 1
+        try:
+            return self._share(await asyncio.shield(flight.task))
+        finally:
+            flight.num_waiters -= 1
+            if not flight.num_waiters:
+                self._land(key, flight)
+                flight.task.cancel()
+
+    def _land(self, key: K, flight: _Flight[T]) -> None:
+        """Called when the work is done and when the last caller leaves; the later of the two releases the result."""
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+        if not flight.task.done() or flight.task.cancelled():
+            return
+        # Every waiter has received the error. Retrieve it here for the case that none is left, or asyncio logs
+        # "exception was never retrieved".
+        failed = flight.task.exception() is not None
+        if not failed and not flight.num_waiters and not flight.is_released and self._release is not None:
+            flight.is_released = True
+            self._release(flight.task.result())
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._flights
+
+    def __len__(self) -> int:
+        return len(self._flights)

@@ -1,0 +1,1 @@
+"""Programs beside the server, which import it and are not imported by it."""

@@ -1,0 +1,88 @@
+"""Pooling models: embeddings, pooled tensors, classes and scores of text and media. All numbers are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+from medialane.tools.check.case import Case, EndpointKind, Limits, Part, Request
+from medialane.tools.check.limits import MAX_REFUSED_ITEMS, MODALITIES
+from medialane.tools.check.media import ONE, OTHER, audio, damaged, image, small, text, video
+
+_ASK = text("What is it?")
+
+#: What makes a request of the parts of a message, or of a document.
+_Ask = Callable[[list[Part]], Request]
+
+
+def _messages(path: str, parts: list[Part], **options: Any) -> Request:
+    return Request(path, {"messages": [{"role": "user", "content": parts}], **options})
+
+
+def _documents(path: str, query: str, parts: list[Part]) -> Request:
+    """Return a request that has a document of these parts, and one of text, scored by a query."""
+    return Request(path, {query: "boats in the harbour", "documents": [{"content": parts}, "a quiet street"]})
+
+
+def _cases(ask: _Ask, limits: Limits) -> Iterator[Case]:
+    yield Case("text only", lambda: ask([text("Say something about pictures.")]), is_essential=True)
+    for modality in MODALITIES:
+        if modality in limits:
+            yield from _usual(ask, modality, limits[modality])
+            yield from _PARTICULAR[modality](ask)
+        else:
+            yield Case(f"{modality}, which the model has not", partial(_of, ask, ONE[modality]))
+    for one, other in permutations([modality for modality in MODALITIES if modality in limits], 2):
+        yield Case(f"{one}, then {other}", partial(_of, ask, ONE[one], OTHER[other]), is_essential=True)
+    yield Case("prompt longer than the model's context", lambda: ask([text("word " * 300_000)]))
+
+
+def _of(ask: _Ask, *makers: Callable[[], Part]) -> Request:
+    return ask([*(make() for make in makers), _ASK])
+
+
+def _usual(ask: _Ask, modality: str, limit: int) -> Iterator[Case]:
+    one, other = ONE[modality], OTHER[modality]
+    yield Case(f"one {modality}", partial(_of, ask, one), is_essential=True)
+    yield Case(f"another {modality}", partial(_of, ask, other), varies=f"one {modality}", is_essential=True)
+    yield Case(f"{modality} alone", lambda: ask([one()]))
+    yield Case(f"{modality} after text", lambda: ask([text("Look at"), other()]), is_essential=True)
+    yield Case(f"{modality} again, the same prompt", partial(_of, ask, one), is_essential=True)
+    yield Case(f"{modality} that is damaged", lambda: ask([damaged(modality), _ASK]), is_essential=True)
+    if limit >= 2:
+        yield Case(f"two of {modality}", partial(_of, ask, one, other), is_essential=True)
+        yield Case(f"two of {modality}, the other order", partial(_of, ask, other, one))
+        yield Case(f"the same {modality} twice", partial(_of, ask, one, one), is_essential=True)
+    if limit <= MAX_REFUSED_ITEMS:
+        yield Case(
+            f"more of {modality} than the limit", lambda: ask([small(modality)] * (limit + 1)), is_essential=True
+        )
+
+
+def _images(ask: _Ask) -> Iterator[Case]:
+    for name, (width, height) in {"odd": (57, 31), "tall": (60, 660), "large": (1600, 1200)}.items():
+        yield Case(f"image, {name} ({width}x{height})", partial(_of, ask, partial(image, 4, width, height)))
+
+
+def _videos(ask: _Ask) -> Iterator[Case]:
+    yield Case("video, long", partial(_of, ask, partial(video, 4, 150, 160, 120, fps=25)))
+
+
+def _audio_clips(ask: _Ask) -> Iterator[Case]:
+    yield Case("audio, 34 s", partial(_of, ask, partial(audio, 330, 34)))
+    yield Case("audio, 0.1 s", partial(_of, ask, partial(audio, 700, 0.1)))
+
+
+_PARTICULAR: dict[str, Callable[[_Ask], Iterator[Case]]] = {"image": _images, "video": _videos, "audio": _audio_clips}
+
+_ASKS: dict[str, tuple[str, _Ask]] = {
+    "embeddings": ("/v1/embeddings", partial(_messages, "/v1/embeddings", encoding_format="float")),
+    "pooling": ("/pooling", partial(_messages, "/pooling")),
+    "classification": ("/classify", partial(_messages, "/classify")),
+    "score": ("/score", partial(_documents, "/score", "queries")),
+    "rerank": ("/rerank", partial(_documents, "/rerank", "query")),
+}
+
+POOLING = tuple(EndpointKind(name, route, partial(_cases, ask), ask=ask) for name, (route, ask) in _ASKS.items())

@@ -1,0 +1,170 @@
+"""What the check found: one result for each case, and the report that is written as JSON and shown as a table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from medialane.tools.check.case import Answer, Case, EndpointKind
+from medialane.tools.check.comparison import compare
+
+#: `close`: equal but for numbers within the tolerance. `refused`: by both, with the same status, or with any by
+#: medialane where plain vLLM fails (5xx, or its engine ends). `answered`: by medialane only; plain vLLM refuses or
+#: fails. `skipped`: an option without effect in plain vLLM, which medialane refuses.
+Verdict = Literal["equal", "close", "refused", "answered", "skipped", "differs"]
+
+_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+
+
+class CaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`largest_difference` is that of two numbers, such as logprobs; `has_effect` is false for a variation of a case
+    that plain vLLM answers like the case itself. The last fields are from medialane's report on the request;
+    `embeddings` is what the worker did about the items' embeddings, each outcome once."""
+
+    kind: str
+    case: str
+    verdict: Verdict
+    plain_status: int
+    status: int
+    largest_difference: float = 0.0
+    detail: str = ""
+    has_effect: bool = True
+    stage: str = ""
+    transport: str = ""
+    cache: str = ""
+    embeddings: tuple[str, ...] = ()
+
+
+class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`limits` are the most items of each modality in a prompt; `notes` what is missing or proves little, and why.
+    `no_embeddings` is why the worker keeps no outputs of its encoder; empty if it does. `predicted` are the modalities
+    of which an item's tokens are known from the size of its media (None in reports of older versions)."""
+
+    model: str
+    medialane: str
+    vllm: str
+    vllm_flags: tuple[str, ...]
+    kinds: tuple[str, ...]
+    limits: dict[str, int]
+    results: tuple[CaseResult, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    no_embeddings: str = ""
+    predicted: tuple[str, ...] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether no answer differs, and plain vLLM has answered at all."""
+        return not self.count("differs") and self.num_equal > 0
+
+    @property
+    def num_equal(self) -> int:
+        return self.count("equal") + self.count("close")
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(result.verdict == verdict for result in self.results)
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """How many cases were served in each stage and transport."""
+        return dict(Counter(f"{result.stage} ({result.transport})" for result in self.results if result.stage))
+
+    @property
+    def embeddings(self) -> dict[str, int]:
+        """In how many cases each outcome of embeddings was seen. `loaded` are items that were sent without pixels."""
+        return dict(Counter(outcome for result in self.results for outcome in result.embeddings))
+
+
+def judge(
+    kind: EndpointKind, case: Case, ours: Answer, plain: Answer, *, varied: Answer | None, tolerance: float
+) -> CaseResult:
+    """Compare two answers to one case. `varied` is plain vLLM's answer to the case that it varies."""
+    has_effect = not _same(kind, plain, varied)
+    verdict, largest, detail = _verdict(kind, ours, plain, tolerance)
+    if verdict == "differs" and case.varies and not has_effect and _CLIENT_ERROR <= ours.status < _SERVER_ERROR:
+        verdict, detail = "skipped", f"no effect in plain vLLM; medialane: {ours.status}: {ours.error}"
+    items = ours.report.get("items", ())
+    caches = {item["cache"] for item in items}
+    return CaseResult(
+        kind=kind.name,
+        case=case.name,
+        verdict=verdict,
+        plain_status=plain.status,
+        status=ours.status,
+        largest_difference=largest,
+        detail=detail,
+        has_effect=has_effect,
+        stage=ours.report.get("stage", ""),
+        transport=ours.report.get("transport", ""),
+        cache=caches.pop() if len(caches) == 1 else "mixed" if caches else "",
+        embeddings=tuple(sorted({item["embedding"] for item in items if "embedding" in item})),
+    )
+
+
+def _verdict(kind: EndpointKind, ours: Answer, plain: Answer, tolerance: float) -> tuple[Verdict, float, str]:
+    if _has_failed(plain) and ours.status >= _CLIENT_ERROR:
+        return "refused", 0.0, f"{_described(plain)}; medialane: {_described(ours)}"
+    if ours.succeeded and not plain.succeeded:
+        return "answered", 0.0, f"plain vLLM: {_described(plain)}"
+    if ours.status != plain.status:
+        return "differs", 0.0, f"{_described(ours)} instead of {_described(plain)}"
+    if not plain.succeeded:
+        other = "" if ours.error == plain.error else f"; medialane: {ours.error}"
+        return "refused", 0.0, f"{plain.status}: {plain.error}{other}"
+    difference = compare(kind.compared(ours), kind.compared(plain))
+    if difference.first:
+        return "differs", difference.largest, difference.first
+    if difference.largest > tolerance:
+        return "differs", difference.largest, f"numbers differ by up to {difference.largest:.3g}"
+    return ("close" if difference.largest else "equal"), difference.largest, ""
+
+
+def _same(kind: EndpointKind, plain: Answer, varied: Answer | None) -> bool:
+    if varied is None or not (plain.succeeded and varied.succeeded):
+        return False
+    difference = compare(kind.compared(plain), kind.compared(varied))
+    return difference.first == "" and difference.largest == 0
+
+
+def _has_failed(plain: Answer) -> bool:
+    """Whether it ended, or has an error of its own."""
+    return not plain.status or plain.status >= _SERVER_ERROR
+
+
+def _described(answer: Answer) -> str:
+    if not answer.status:
+        return str(answer.document)
+    return f"{answer.status}: {answer.error}" if answer.error else str(answer.status)
+
+
+#: A warning of medialane in a line of the log of `medialane serve`, after the name of the process.
+_WARNING = re.compile(r"\[[^\]]+\] [\d-]+ [\d:]+ (?:WARNING|ERROR|CRITICAL) medialane\.\S+ (.*)")
+_MAX_WARNINGS = 10
+
+
+def logged_notes(log: str) -> Iterator[str]:
+    """Name what medialane has warned of, such as a stage that it does not use, and why. For people: no verdict depends
+    on it."""
+    messages = dict.fromkeys(match[1] for line in log.splitlines() if (match := _WARNING.match(line)))
+    for message in list(messages)[:_MAX_WARNINGS]:
+        yield f"medialane logged: {message}"
+
+
+def weak_notes(results: Iterable[CaseResult]) -> Iterator[str]:
+    """Name what the answers do not depend on: there, equal answers prove little."""
+    for result in results:
+        if "another " in result.case and not result.has_effect:
+            yield f'{result.kind}: plain vLLM answers "{result.case}" as it answers the first one'
+
+
+def encode(report: msgspec.Struct) -> bytes:
+    """Return a report of any kind as JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+
+
+def decode(document: bytes) -> CheckReport:
+    return msgspec.json.decode(document, type=CheckReport)

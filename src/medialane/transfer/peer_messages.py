@@ -1,0 +1,116 @@
+"""Messages between the stores of two hosts, over TCP connections that each serve one entry at a time.
+
+    destination (connects)          source (listens)
+    PeerHello               ->
+                            <-      PeerWelcome, or PeerRefused and the end of the connection
+    OpenEntry(entry)        ->                              check the capability, and hold the entry
+                            <-      EntryOpened(value, offers)
+    SendPayload(start,stop) ->                              once, unless another mover copies the entry; it may be sent
+                                                            with OpenEntry, and is ignored if that is refused
+                            <-      these bytes of the payload, without a frame
+    CloseEntry              ->                              the payload is received: release the entry
+                            <-      EntryClosed             it was held until now, so what was received is valid
+                            <-      PeerRefused(error)      instead of EntryOpened; the connection stays usable
+
+A large entry is copied over several connections, each of which opens it and asks for a part of the payload, which is
+`range.nbytes` less the entry's header.
+
+The source ends a hold that lasts too long by closing the connection, and then the destination gets no EntryClosed. Any
+other error closes the connection, too: nothing is received from it afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from medialane.types.errors import ErrorReport, ProtocolViolation
+from medialane.types.feature import MAX_HEADER_BYTES, Feature, RemoteEntry
+from medialane.types.media import EncodedMedia
+
+#: Must be equal on both sides; incremented by every incompatible change.
+PEER_VERSION = 2
+
+#: Name of the protocol in the handshake that authenticates both sides (`wire.authentication`).
+PROTOCOL = "pull"
+
+#: Largest message before and after the peer is authenticated.
+MAX_HELLO_BYTES = 4096
+MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (1 << 20)
+
+
+#: Movers of a store; there are two.
+MAX_OFFERS = 8
+
+
+class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`arena` is that of the connecting store."""
+
+    arena: str
+    version: int = PEER_VERSION
+
+
+class PeerWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The source's arena."""
+
+    arena: str
+
+
+class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    error: ErrorReport
+
+
+class OpenEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    entry: RemoteEntry
+
+
+class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`encoded` for encoded bytes, otherwise `feature`, which has an embedding for an embedded entry; their ranges are
+    in the source's arena. `offers` is what its movers offer at the moment (`mover.py`), by name."""
+
+    feature: Feature | None = None
+    encoded: EncodedMedia | None = None
+    offers: Annotated[dict[str, bytes], Meta(max_length=MAX_OFFERS)] = {}
+
+
+class SendPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Bytes `start` to `stop` of the payload."""
+
+    start: int
+    stop: int
+
+
+class CloseEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class EntryClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+ToSource = PeerHello | OpenEntry | SendPayload | CloseEntry
+FromSource = PeerWelcome | PeerRefused | EntryOpened | EntryClosed
+
+_TO_SOURCE: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
+_FROM_SOURCE: msgspec.msgpack.Decoder[FromSource] = msgspec.msgpack.Decoder(FromSource)
+
+#: What msgspec raises for bytes that are not such a message, `__post_init__` and invalid UTF-8 included.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
+
+
+def decode_to_source(frame: bytes) -> ToSource:
+    """Raises ProtocolViolation."""
+    try:
+        return _TO_SOURCE.decode(frame)
+    except _UNREADABLE as error:
+        raise ProtocolViolation(f"unreadable message: {error}") from error
+
+
+def decode_from_source(frame: bytes) -> FromSource:
+    """Raises ProtocolViolation."""
+    try:
+        return _FROM_SOURCE.decode(frame)
+    except _UNREADABLE as error:
+        raise ProtocolViolation(f"unreadable message: {error}") from error

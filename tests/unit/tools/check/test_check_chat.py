@@ -1,0 +1,64 @@
+"""The matrix of chat completions fits the model's limits."""
+
+import json
+
+import pytest
+
+from medialane.tools.check import Answer
+from medialane.tools.check.kinds import CHAT
+
+EVERYTHING = {"image": 4, "video": 1, "audio": 2}
+
+
+def num_items(case):
+    parts = [part for message in case.make().body["messages"] for part in message["content"] if isinstance(part, dict)]
+    kinds = [part["type"].removesuffix("_url").removeprefix("input_") for part in parts if part["type"] != "text"]
+    return {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+@pytest.mark.parametrize("limits", [{}, {"image": 1}, {"audio": 3}, {"image": 999, "video": 999}, EVERYTHING])
+def test_requests_are_within_the_limits_unless_they_are_meant_to_be_refused(limits):
+    cases = list(CHAT.cases(limits))
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        json.dumps(case.make().body)
+        is_refused = "than the limit" in case.name or "has not" in case.name
+        exceeded = [m for m, n in num_items(case).items() if n > limits.get(m, 0)]
+        assert bool(exceeded) == is_refused, case.name
+
+
+def test_every_case_that_varies_another_comes_after_it():
+    seen = set()
+    for case in CHAT.cases(EVERYTHING):
+        assert not case.varies or case.varies in seen
+        seen.add(case.name)
+
+
+def test_small_matrix_has_each_modality_repeats_long_audio_and_a_refusal():
+    names = [case.name for case in CHAT.cases(EVERYTHING) if case.is_essential]
+    assert len(names) < len(list(CHAT.cases(EVERYTHING))) / 2
+    assert {"one image", "one video", "one audio", "the same image twice", "audio, 34 s", "audio, 0.1 s"} <= set(names)
+    assert "more of video than the limit" in names
+
+
+def test_every_pair_of_modalities_is_sent_in_both_orders():
+    names = {case.name for case in CHAT.cases(EVERYTHING)}
+    assert {f"{a}, then {b}" for a in EVERYTHING for b in EVERYTHING if a != b} <= names
+
+
+def chunk(text, token, **more):
+    return {"choices": [{"index": 0, "delta": {"content": text}, "token_ids": [token], **more}]}
+
+
+def test_streams_are_compared_whatever_their_chunks():
+    last = {"choices": [], "usage": {"completion_tokens": 2}}
+    one = Answer(200, None, (chunk("a", 1), chunk("b", 2, finish_reason="stop"), last))
+    joined = {"choices": [{"index": 0, "delta": {"content": "ab"}, "token_ids": [1, 2], "finish_reason": "stop"}]}
+    assert CHAT.compared(one) == CHAT.compared(Answer(200, None, (joined, last)))
+    assert CHAT.compared(one)["usage"] == {"completion_tokens": 2}
+    assert CHAT.compared(one) != CHAT.compared(Answer(200, None, (chunk("a", 1), chunk("b", 3), last)))
+
+
+def test_error_in_a_stream_is_compared():
+    broken = Answer(200, None, (chunk("a", 1), {"error": {"message": "lost"}}))
+    assert CHAT.compared(broken) != CHAT.compared(Answer(200, None, (chunk("a", 1),)))

@@ -1,0 +1,110 @@
+"""A new modality is a row in each table: no other file names one, but those that are about one modality alone."""
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import medialane
+from medialane.gateway.intake.request_body import Part, RequestBody
+from medialane.media import MediaConfig
+from medialane.media.decoders import DECODERS
+from medialane.prepare import PrepareConfig
+from medialane.types.media import DECODED, MODALITIES, Modality
+
+SOURCE = Path(medialane.__file__).parent
+
+#: What a new modality needs: a row, besides the decoder that `media/decoders.py` names.
+TABLES = {
+    "types/media.py": "its name and decoded form; its parts in the APIs, its error, what its options may choose",
+    "media/decoders.py": "how it is recognised, opened and decoded",
+    "tools/check/limits.py": "items that `medialane check` tries a model with",
+    "tools/check/media.py": "items that `medialane check` sends",
+    "tools/check/tensor_items.py": "items of which `medialane check --tensors` compares the tensors",
+    "tools/check/kinds/chat.py": "cases of `medialane check`",
+    "tools/check/kinds/pooling.py": "cases of `medialane check`",
+    "vllm_bridge/engine/source_prompt.py": "vLLM's loader, for stage url",
+    "vllm_bridge/frontend/renderer_hook.py": "methods of vLLM's connector",
+    "vllm_bridge/items/media_options.py": "vLLM's decoding options",
+    "vllm_bridge/items/media_hash.py": "what of an item vLLM hashes",
+    "vllm_bridge/items/placeholder_layout.py": "a stand-in for an item of a size",
+    "vllm_bridge/items/reference_tensors.py": "how Hugging Face's processors are called",
+    "vllm_bridge/items/sized_headers.py": "a blank of a size",
+    "vllm_bridge/items/trial_items.py": "items that a model's processor is tried with at start",
+    "vllm_bridge/seams/reference_tensors.py": "vLLM's loaders",
+    "vllm_bridge/seams/encoder_cache.py": "vLLM's dummy items",
+}
+
+#: Files that name a modality and need no change for a new one, and why.
+ABOUT_ONE_MODALITY = {
+    "cli/demo.py": "the demo's images",
+    "cli/serve.py": "the example of a request",
+    "tools/check/kinds/pooling_inputs.py": "cases of images and videos",
+    "tools/check/kinds/speech.py": "speech",
+    "gateway/gateway.py": "publishing decoded images",
+    "gateway/intake/form.py": "uploads of speech",
+    "gateway/intake/place.py": "vLLM's list of JPEG frames",
+    "gateway/intake/sent_features.py": "what one family calls an image",
+    "gateway/intake/search.py": "Cohere's and Anthropic's images",
+    "gateway/plain_hashes.py": "images whose pixels are converted, which their header says",
+    "gateway/media_endpoint.py": "the budget of images",
+    "gateway/request_media.py": "the budget of images, whose header has their size",
+    "gateway/store_features.py": "the budget of images",
+    "media/container.py": "what video and audio files have in common",
+    "media/published_image.py": "images published for RDMA reads",
+    "store/encoded_store.py": "images published for RDMA reads",
+    "store/items.py": "the budget of images",
+    "tools/compare/client.py": "the name of an uploaded file",
+    "tools/compare/stand_ins.py": "made-up media in place of recorded ones",
+    "store/media_leases.py": "images, whose header has their size",
+    "testing/fake_processor.py": "the fake processor's images",
+    "testing/simulated/sequence.py": "the simulated engine's images",
+    "vllm_bridge/items/embeds_trial.py": "embeddings of images",
+    "vllm_bridge/items/frame_sampler.py": "frames of videos",
+    "vllm_bridge/items/image_tokens.py": "the budget of images",
+    "vllm_bridge/items/normalization.py": "media without pixels",
+    "vllm_bridge/items/mistral_chat.py": "the media of Mistral's tokenizer",
+    "vllm_bridge/items/pixel_limits.py": "the media that have pixels",
+    "vllm_bridge/items/preparation.py": "vLLM's resampling of audio",
+    "vllm_bridge/items/processor_factory.py": "frames of videos; images as tensors",
+    "vllm_bridge/items/processor_options.py": "names of arguments",
+    "vllm_bridge/items/processor_profile.py": "images as tensors",
+    "vllm_bridge/seams/vision_chunk.py": "what one family calls an image",
+}
+
+
+def names_of_modalities():
+    parts = (name for traits in MODALITIES.values() for name in traits.parts)
+    return {*MODALITIES, *parts}
+
+
+def naming_files():
+    names = names_of_modalities()
+    for path in sorted(SOURCE.rglob("*.py")):
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        if any(isinstance(value, str) and value in names for value in constants):
+            yield path.relative_to(SOURCE).as_posix()
+
+
+def test_modalities_are_named_in_tables_only():
+    assert not set(naming_files()) - {*TABLES, *ABOUT_ONE_MODALITY}
+
+
+@pytest.mark.parametrize("table", [MODALITIES, DECODERS, DECODED])
+def test_tables_have_a_row_for_each_modality(table):
+    assert tuple(table) == get_args(Modality)
+
+
+@pytest.mark.parametrize("modality", MODALITIES)
+def test_modality_has_its_limits(modality):
+    assert MediaConfig().fetch_limits(modality).max_bytes > 0
+    assert PrepareConfig().job_timeout_s(modality) > 0
+    assert not MODALITIES[modality].has_pixels or MediaConfig().max_pixels(modality) > 0
+
+
+def test_bodies_are_parsed_for_every_modality():
+    """Places are read by position: the members of a part come first, in the order of the table."""
+    parts = [name for traits in MODALITIES.values() for name in traits.parts]
+    assert list(Part.__struct_fields__)[: len(parts)] == parts
+    assert {traits.url_list for traits in MODALITIES.values()} <= set(RequestBody.__struct_fields__)
