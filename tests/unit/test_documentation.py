@@ -29,7 +29,6 @@ from medialane.types.errors import (
     ProtocolViolation,
     StartupFailed,
     WorkerDraining,
-    WorkerQueued,
     WorkerStalled,
 )
 from medialane.wire import protocol
@@ -116,7 +115,6 @@ _INTERNAL = (
     AlreadyJoined,
     WorkerStalled,
     WorkerDraining,
-    WorkerQueued,
     ClientDisconnected,
 )
 

@@ -6,11 +6,11 @@ are measured, and so a new one waits for as many of them as are ahead of it. It 
 
 * if that is longer than it may wait: its limit of the time to first token, less what requests have lately taken from
   being sent to their first token; else the operator's patience. What drains in time is no overload.
-* if the queue stands (RFC 8289): for `_INTERVAL_S` the request at its head had waited for more than `_TARGET_S`
-  whenever that was looked at. From then on no more requests are in flight than when that was found. A batch that is
-  sent at once is accepted, and so is whoever waits for an answer before the next request; whoever sends at a rate that
-  is too high is not. Each such refusal lowers the bound while the queue stands, each request that is served raises it
-  while it does not, and it ends when it has refused none for `_CALM_S`.
+* if the queue stands (RFC 8289): for `_INTERVAL_S` the wait was never less than `_TARGET_S`. From then on no more
+  requests are in flight than when that was found. A batch that is sent at once is accepted, and so is whoever waits for
+  an answer before the next request; whoever sends at a rate that is too high is not. Each such refusal lowers the
+  bound while the queue stands, each request that is served raises it while it does not, and it ends when it has refused
+  none for `_CALM_S`.
 
 Pure: no clock and no loop. Times are seconds of any one clock.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Final, Literal, NamedTuple
 
-#: The longest wait at the head of a queue that does not stand, and for how long it must exceed that.
+#: The longest wait in a queue that does not stand, and for how long it must exceed that.
 _TARGET_S: Final = 0.5
 _INTERVAL_S: Final = 1.0
 #: After so long without a refusal by the bound, there is none.
@@ -118,7 +118,7 @@ class Flow:
         if self._bound is not None and self.num_in_flight >= self._bound:
             self._refused_at = now
             if self._stands_since is not None:
-                self._bound -= 1
+                self._bound = max(1, self.num_in_flight - 1)
             return Refusal(wait_s, is_late=False)
         self.num_in_flight += 1
         self._arriving[request] = now
@@ -174,11 +174,10 @@ class Flow:
 
     def _look(self, now: float) -> None:
         """Find whether the queue stands, and so whether there is a bound."""
-        head_s = self.head_s(now)
-        if head_s <= _TARGET_S:
+        if (self.wait_s(now) or self.head_s(now)) <= _TARGET_S:
             self._stands_since = None
         elif self._stands_since is None:
-            self._stands_since = now - (head_s - _TARGET_S)
+            self._stands_since = now
         if self._bound is not None:
             if now - self._refused_at > _CALM_S and self._stands_since is None:
                 self._bound = None
