@@ -14,9 +14,10 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FAKE_CARD
-from medialane.gateway import GatewayConfig, current_scope, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, current_scope, open_scope
 from medialane.gateway.admission import Tenants
-from medialane.types.errors import MedialaneError, QueueTimeout
+from medialane.types.errors import MedialaneError, QueueTimeout, TtftLimitExceeded
+from medialane.types.media import MediaRef
 from waiting import eventually
 
 ONE_AT_A_TIME = msgspec.structs.replace(FAKE_CARD, max_num_seqs=1)
@@ -171,6 +172,49 @@ async def test_request_that_waits_too_long_is_refused_with_the_time_to_come_back
     await first
     assert parts.workers[0].engine.num_requests == 1, "it was not sent"
     await clients.text("next")
+
+
+async def test_request_is_refused_by_its_header_if_those_that_wait_take_longer_than_its_limit(open_parts, tenants):
+    parts = await open_parts(ttft_limit_s=1.0)
+    queues = parts.gateway.queues
+
+    async def arrived(number):
+        with open_scope() as scope:
+            queues.arrive(scope, num_bytes=1000)
+            queues.received(scope)
+            await parts.generate(request(f"r{number}", [1, 2, 3], token_s=0.02, max_tokens=4), None)
+
+    tasks = [asyncio.create_task(arrived(number)) for number in range(30)]
+    await eventually(lambda: parts.workers[0].engine.num_requests == 8)
+    with open_scope() as scope, pytest.raises(TtftLimitExceeded) as refused:
+        queues.arrive(scope, num_bytes=1000)
+    assert refused.value.retry_after_s >= 1
+    assert parts.count("medialane_refused_requests_total", tenant="", reason="ttft_limit_exceeded") == 1
+    with open_scope() as scope:
+        scope.ttft_limit_ms = 60_000.0
+        queues.arrive(scope, num_bytes=1000)
+    with open_scope() as scope:
+        queues.arrive(scope, num_bytes=1 << 20)  # media, of which none wait
+    with open_scope() as scope:
+        scope.tenant = tenants["light"]
+        queues.arrive(scope, num_bytes=1000)
+    for each in await asyncio.gather(*tasks, return_exceptions=True):
+        assert each is None or isinstance(each, QueueTimeout)
+    with open_scope() as scope:
+        queues.arrive(scope, num_bytes=1000)
+
+
+async def test_request_with_a_small_body_is_among_those_with_media_once_it_is_known_to_have_some(open_parts):
+    queues = (await open_parts()).gateway.queues
+    with open_scope() as scope:
+        queues.arrive(scope, num_bytes=100)
+        text = scope.arrival.flow
+        scope.extracted = ExtractedMedia((MediaRef("image", "messages[0].content[0]", url="http://host/a.png"),))
+        queues.received(scope)
+        assert (text.is_media, text.num_in_flight) == (False, 0)
+        assert (scope.arrival.flow.is_media, scope.arrival.flow.num_in_flight) == (True, 1)
+        media = scope.arrival.flow
+    assert media.num_in_flight == 0
 
 
 async def test_cancelled_request_leaves_the_queue(open_parts):

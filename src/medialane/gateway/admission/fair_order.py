@@ -30,7 +30,7 @@ from medialane.gateway.admission.flow import Flow
 _FLOOR: Final = 16
 #: Tokens of a turn: about those of a short text, so that turns are short.
 _QUANTUM: Final = 128
-#: By so much media are charged more than text of the same tenant: they also cost encoders, and text is expected at once.
+#: By so much media are charged more than text of the same tenant: they cost encoders, too, and text is to be quick.
 _MEDIA_WEIGHT: Final = 8
 #: Credits that are kept of those that do not wait, and empty priorities.
 _MAX_IDLE: Final = 256
