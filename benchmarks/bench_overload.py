@@ -49,6 +49,8 @@ WORKER = (
     *("--simulated-max-num-batched-tokens", "128"),
 )
 CAPS = "--simulated-max-num-queued-tokens"
+#: No queue in gateways.
+UNLIMITED = ("--gateway-queue-requests", "0")
 NO_CONTROL, VLLM_CAPS, TTFT_LIMIT = "no control", "vLLM's caps", "TTFT limit"
 
 POISSON, STEP = "Poisson", "step"
@@ -172,7 +174,10 @@ async def _run(options: Options) -> Report:
 async def _uncontrolled(bench: Bench, session: aiohttp.ClientSession) -> None:
     """Measure what gateways do without admission of ours, and vLLM's caps with the same gateways."""
     number = 1 if bench.quick else NUM_GATEWAYS
-    async with _workers(bench.host, "plain") as worker, _gateways(bench, session, worker, number=number) as setup:
+    async with (
+        _workers(bench.host, "plain") as worker,
+        _gateways(bench, session, worker, number=number, settings=UNLIMITED) as setup,
+    ):
         first = Setup(setup.urls[:1], setup.pids)
         total = CLIENTS_PER_WORKER * NUM_WORKERS
         measured = await bench.clients.closed_loop(first.urls[0], number=total, warm_s=CAPACITY_S, seconds=CAPACITY_S)
@@ -289,7 +294,7 @@ async def _real(model: str, folder: Path, clients: Clients) -> list[Row]:
     """Return rows for one worker of vLLM at three times its capacity, without and with the limit."""
     rows: list[Row] = []
     rate = 0.0
-    for mode, settings in ((NO_CONTROL, ()), (TTFT_LIMIT, ("--gateway-ttft-limit", str(LIMIT_S)))):
+    for mode, settings in ((NO_CONTROL, UNLIMITED), (TTFT_LIMIT, ("--gateway-ttft-limit", str(LIMIT_S)))):
         log = folder / f"serve-{len(rows)}.log"
         async with medialane_server(model, log, settings=("--workers", "1", *settings)) as server:
             if not rate:

@@ -349,7 +349,7 @@ class Gateway:
         waits = self.routes.waits()
         if self.queues is None or waits.expected_s is None:
             return waits
-        return msgspec.structs.replace(waits, expected_s=waits.expected_s + self.queues.text_wait_s())
+        return msgspec.structs.replace(waits, expected_s=waits.expected_s + self.queues.stats()["engine"].oldest_s)
 
     def close(self) -> None:
         self._assembly.close()

@@ -93,12 +93,6 @@ class Queues:
         """Return the queues, for /metrics."""
         return {"engine": self._engines.stats(), "preparer": self._preparers.stats()}
 
-    def text_wait_s(self) -> float:
-        """Return how long the oldest request without media has waited here for an engine."""
-        now = self._clock()
-        flows = [flow for flow in self._flows.values() if not flow.is_media]
-        return max([flow.lanes["engine"].head_s(now) for flow in flows], default=0.0)
-
     def arrive(self, scope: RequestScope, *, num_bytes: int) -> None:
         """Accept a request by its header, which declares so many bytes of its body. Raises QueueFull,
         TtftLimitExceeded. If requests have priorities, which are in bodies, none is refused yet."""
