@@ -61,8 +61,8 @@ def wait_metrics(waits: WaitStats) -> Iterator[Metric]:
     )
     yield gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
     text = (
-        "How long requests wait for engines: the oldest one in this gateway's queue until now, and the last one that has"
-        " begun at the worker with the shortest wait. Missing while no worker accepts requests"
+        "How long requests wait for engines: the oldest one in this gateway's queue, and the last one that has begun at"
+        " the worker with the shortest wait. Missing while no worker accepts requests"
     )
     yield GaugeMetricFamily("medialane_expected_wait_seconds", text, value=waits.expected_s)
 

@@ -122,8 +122,8 @@ class QueueStats(msgspec.Struct, frozen=True):
 
 class WaitStats(msgspec.Struct, frozen=True):
     """For how many seconds the last request that has begun at each worker had waited in its engine, while others wait
-    there; and how long requests wait, in the gateway and at the worker with the shortest wait: None if no worker accepts
-    requests."""
+    there; and how long requests wait, in the gateway and at the worker with the shortest wait, None if no worker
+    accepts requests."""
 
     workers_s: Mapping[str, float]
     expected_s: float | None
