@@ -135,7 +135,7 @@ async def test_text_does_not_wait_behind_media_of_the_same_clients(open_parts):
     await eventually(lambda: clients.parts.workers[0].engine.num_requests == 1)
     tasks += [asyncio.create_task(clients.image("image", seed)) for seed in range(6)]
     await eventually(lambda: clients.num_waiting["engine"] + clients.num_waiting["preparer"] == 6)
-    tasks += [asyncio.create_task(clients.text("text")) for _ in range(4)]
+    tasks += [asyncio.create_task(clients.text("text", num_tokens=10)) for _ in range(4)]
     await asyncio.gather(*tasks)
     assert clients.answered[1:9].count("text") == 4
     await eventually(lambda: clients.parts.num_held == 0)

@@ -31,7 +31,7 @@ _FLOOR: Final = 16
 #: Tokens of a turn: about those of a short text, so that turns are short.
 _QUANTUM: Final = 128
 #: By so much media are charged more than text of the same tenant: they cost encoders, too, and text is to be quick.
-_MEDIA_WEIGHT: Final = 8
+_MEDIA_WEIGHT: Final = 2
 #: Credits that are kept of those that do not wait, and empty priorities.
 _MAX_IDLE: Final = 256
 
