@@ -14,7 +14,7 @@ from gateway_process import AgreeingWorker, Peers, serving
 from local_store import store_link
 from medialane.config import Config
 from medialane.store import StoreLink
-from medialane.testing.simulated.answer import FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS, AnswerTokens
+from medialane.testing.simulated.sequence import FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS, AnswerTokens
 from medialane.types.request import CompletionDelta, EngineRequest, OutputDelta
 
 #: vLLM's RequestOutputKind.

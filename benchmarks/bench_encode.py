@@ -22,7 +22,7 @@ import aiohttp
 
 from harness import Bar, Options, Report, median, percentile
 from load import data_url, image_request, send
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from servers import settle
 from worker_pairs import worker_pair

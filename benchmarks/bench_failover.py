@@ -39,7 +39,7 @@ from harness import Bar, Options, Report, percentile
 from link_proxy import LinkProxy
 from load import data_url
 from medialane.runtime.linux import has_title
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from medialane.tools.check import free_port
 from servers import medialane_server

@@ -43,7 +43,7 @@ from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig
 from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.testing.fake_processor import FakeAssembler
-from medialane.testing.sample_images import sample_pixels
+from medialane.testing.sample_media import sample_pixels
 from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.types.feature import (
     Feature,

@@ -28,7 +28,7 @@ from gateway_process import Peers, gateway_process, until_ready, worker
 from harness import Bar, Options, Report, median, percentile
 from medialane.arena import ArenaConfig
 from medialane.config import Config, process_environ
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from observers import LOGGING, Observers, start_observers
 

@@ -18,10 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from harness import Bar, Options, Report
 from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
-from medialane.gateway.access_log import log_end
-from medialane.gateway.operators import Limits, OwnView, Whose, own_part, whole_state
-from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestRecord
+from medialane.gateway.operators import GatewayView, Limits, own_part, whole_state
+from medialane.gateway.records import RecentRequests, RequestRecord, Sent, log_end
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaRef, MediaSize
@@ -79,7 +77,7 @@ def _request(
 ) -> RequestRecord:
     """Record a request as a gateway does, from its arrival to its end."""
     record = RequestRecord()
-    record.name(f"request-{number}")
+    record.id = f"request-{number}"
     recent.begin(record)
     record.path, record.tenant = "/v1/chat/completions", f"tenant-{number % 10}"
     record.received(refs, model="model", streams=True)
@@ -132,11 +130,12 @@ async def _page_ms(turns: int) -> float:
         [WorkerLink(_worker(n), hello, rpc=rpc, config=config, metrics=metrics) for n in range(NUM_WORKERS)]
     )
     endpoints = [Endpoint(_worker(n), _worker(n), True, WorkerLoad(), 1) for n in range(NUM_WORKERS)]
-    own, limits, best = OwnView("0", "model", endpoints, {}, None), Limits(), float("inf")
+    own, limits, best = GatewayView("0", asked=True, up=True), Limits(), float("inf")
     for _ in range(turns):
         started = time.thread_time()
-        part = await own_part(recent, pool, Whose("0", 1, 0.0))
-        msgspec.json.encode(await whole_state(own, {"0": part}, "0", limits))
+        parts = {"0": await own_part(own, recent, pool, limits)}
+        state = await whole_state(parts, limits, model="m", endpoints=endpoints, encoder_caches={}, store=None)
+        msgspec.json.encode(state)
         best = min(best, time.thread_time() - started)
     return 1000 * best
 

@@ -51,7 +51,7 @@ from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store import StoreLink
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.types.feature import MediaPrompt
 from medialane.types.media import EncodedMedia, MediaRef

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import harness
 from medialane.routing import RoutingConfig
 from medialane.routing.config import PolicyName
-from medialane.testing.simulated.answer import answer_of
+from medialane.testing.simulated.sequence import answer_of
 from medialane.types.block_hash import prompt_block_ids
 from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import SessionTrace, Turn, session_turns

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness import Bar, Options, Report, median, percentile
 from load import data_url, image_request, send
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from traces import SessionTrace, Turn, session_turns
 from worker_pairs import worker_pair

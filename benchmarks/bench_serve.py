@@ -15,7 +15,7 @@ from itertools import count
 
 from harness import Bar, Options, Report, median, percentile
 from load import Answered, data_url, image_request, send, text_request
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import SENTENCES, build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 

@@ -50,7 +50,7 @@ from medialane.arena import ArenaConfig
 from medialane.config import Config, process_environ
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig
-from medialane.testing.simulated.answer import token_texts
+from medialane.testing.simulated.sequence import token_texts
 from medialane.testing.tiny_model import cache_folder
 from origin import origin
 from soak_requests import NUM_TOKENS, Request, Requests, files

@@ -30,7 +30,7 @@ import aiohttp
 
 from harness import Bar, Options, Report, median, percentile
 from load import cpu_seconds, data_url
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 

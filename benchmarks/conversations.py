@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from load import cpu_seconds, data_url
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import SENTENCES
 
 #: The message of a user's turn, encoded once: clients share the cores with the servers.

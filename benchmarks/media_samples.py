@@ -14,7 +14,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from medialane.testing.sample_images import sample_pixels
+from medialane.testing.sample_media import sample_pixels
 
 FPS = 30
 _SAMPLE_RATE = 44100

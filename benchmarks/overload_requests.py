@@ -16,7 +16,7 @@ import aiohttp
 
 from harness import percentile
 from load import data_url
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import SENTENCES
 from stream_reader import Stream
 

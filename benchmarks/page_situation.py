@@ -29,8 +29,7 @@ from aiohttp import web
 from PIL import Image
 
 from chromium import Tab, chromium_tab
-from medialane.testing.sample_images import sample_jpeg
-from medialane.testing.sample_video import sample_video
+from medialane.testing.sample_media import sample_jpeg, sample_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.tools.check import free_port
 from simulated_processes import Host, Process, host_store

@@ -13,8 +13,7 @@ import msgspec
 import pybase64
 
 from media_samples import cached, clip
-from medialane.testing.sample_audio import sample_audio
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_audio, sample_jpeg
 from medialane.testing.tiny_model import cache_folder
 
 NUM_IMAGES = 4

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from medialane.routing import EncodeCosts, EncoderQueue, NewItem, Router, choose_encoder, least_loaded
 from medialane.testing.simulated import SimulatedConfig
-from medialane.testing.simulated.embedding_store import EmbeddingStore
-from medialane.testing.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
+from medialane.testing.simulated.encoder import EmbeddingStore, EncoderScheduler, EncodeStep, encode_step_s
 from medialane.types.feature import MediaSpan
 
 #: Who encodes new items.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pybase64
 
 import media_samples as samples
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from origin import File
 
 Kind = Literal["new image", "known image", "image by URL", "two images", "video", "sound", "text", "hostile"]

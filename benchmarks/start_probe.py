@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from load import data_url, process_tree
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 
 #: Between two attempts.
 POLL_S = 0.02

@@ -8,7 +8,7 @@ import av
 import numpy as np
 import soundfile
 
-from medialane.testing.sample_audio import sample_audio
+from medialane.testing.sample_media import sample_audio
 
 LAYOUTS = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
 

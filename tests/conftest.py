@@ -40,9 +40,9 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
     if "medialane.gateway.intake" in sys.modules:  # as a gateway does when it starts
-        from medialane.gateway.intake import json_scan
+        from medialane.gateway.intake import warm_up
 
-        json_scan.warm_up()
+        warm_up()
 
 
 @pytest.fixture(scope="session")

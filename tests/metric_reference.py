@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.gateway.name_router.metrics_page import up_page
+from medialane.gateway.models import up_page
 from medialane.observability import Metrics, StageTimeline
 from medialane.runtime.phase import ProcessExits
 from medialane.types.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad

@@ -48,7 +48,7 @@ MAY_IMPORT = {
 
 #: What of `testing` commands use: the simulated engine (--engine simulated), the tiny model and the media of `demo` and
 #: `check`. The fakes are for tests and benchmarks.
-IN_COMMANDS = ("simulated", "tiny_model", "sample_audio", "sample_images", "sample_video")
+IN_COMMANDS = ("simulated", "tiny_model", "sample_media")
 
 #: Which of its rooms each room of vllm_bridge may import.
 BRIDGE_ROOMS = {
@@ -78,7 +78,7 @@ OWNERS = {
     # File locks, which show whether an owner is alive, and whether a range is being written; numbers of descriptors.
     "fcntl": ("runtime/owner_lock.py", "runtime/heartbeat.py", "arena/fill.py", "arena/slots.py"),
     "cryptography": ("wire/certificate_authority.py",),
-    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_video.py"),
+    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_media.py"),
 }
 
 FILES = sorted(SRC.rglob("*.py"))

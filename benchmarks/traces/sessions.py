@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from medialane.testing.simulated.answer import answer_of
+from medialane.testing.simulated.sequence import answer_of
 from medialane.types.feature import MediaSpan
 
 #: Placeholder of an image in a prompt; ids of words are above.

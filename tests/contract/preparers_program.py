@@ -14,8 +14,7 @@ from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.media import MediaConfig
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool, prebuilt
-from medialane.testing.sample_images import sample_jpeg
-from medialane.testing.sample_video import sample_video
+from medialane.testing.sample_media import sample_jpeg, sample_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 from medialane.types.hashing import content_hash
 from medialane.types.media import EncodedMedia

@@ -10,7 +10,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from audio_maker import by_libsndfile, tones
 from medialane.media import MediaConfig, decode, sniff
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import DecodedItem, EncodedItem
 from medialane.types.media import MediaRef

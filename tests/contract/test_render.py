@@ -16,7 +16,7 @@ from plain_render import PlainRender, PreparingBackend
 from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item, encode_mm_kwargs_item
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.types.feature import PreparedPrompt
 from medialane.vllm_bridge.frontend import CONNECTOR
 from medialane.vllm_bridge.frontend.render import RenderAnswer

@@ -20,7 +20,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
 from medialane.gateway import ExtractedMedia, open_scope
-from medialane.gateway.report import report_schema
+from medialane.gateway.records import report_schema
 from medialane.types import admin
 from medialane.types.errors import (
     ArenaFull,

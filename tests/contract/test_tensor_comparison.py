@@ -8,7 +8,7 @@ from tiny_families import FAMILIES
 from medialane.cli import main
 from medialane.testing.tiny_model import cache_folder
 from medialane.tools.check.tensor_program import run
-from medialane.tools.check.tensor_report import TensorTask, decode
+from medialane.tools.check.tensors import TensorTask, decode
 
 pytestmark = [
     pytest.mark.timeout(240),

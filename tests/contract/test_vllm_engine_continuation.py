@@ -10,7 +10,7 @@ from prompt_maker import PromptMaker, bytes_of, encoded, encoded_item, pixels
 from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations
 

@@ -7,7 +7,7 @@ from openai_http import assert_same, chat, data_url, image, photo, picture, text
 from picture_server import picture_server
 from PIL import Image
 
-from medialane.testing.sample_images import sample_pixels
+from medialane.testing.sample_media import sample_pixels
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thread]
 

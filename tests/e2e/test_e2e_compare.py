@@ -7,7 +7,7 @@ import sys
 import pytest
 from openai_http import chat, picture, text
 
-from medialane.gateway.recording import parse_stand_in
+from medialane.gateway import parse_stand_in
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm

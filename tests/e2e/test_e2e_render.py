@@ -23,7 +23,7 @@ from tiny_families import CHECKED
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from audio_maker import by_libsndfile, tones
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import cache_folder
 from medialane.tools.check import plain_vllm as start_plain_vllm
 from video_clips import clip, jpegs

@@ -5,7 +5,7 @@ import base64
 import aiohttp
 import pytest
 
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 
 pytestmark = pytest.mark.vllm
 

@@ -20,8 +20,15 @@ from fastapi import FastAPI
 
 from medialane.cli import tuning
 from medialane.config import Config
-from medialane.gateway import AccessKeys, BoundedServer, GatewayConfig, http_bounds
-from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.gateway import (
+    AccessKeys,
+    BoundedServer,
+    GatewayConfig,
+    NameRouter,
+    ServedModel,
+    ServedModels,
+    http_bounds,
+)
 from medialane.observability import configure
 from medialane.testing.fake_handler import FAKE_CARD
 from medialane.wire import RpcConfig, bind_http, bind_unix

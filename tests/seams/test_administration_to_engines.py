@@ -7,7 +7,7 @@ from gateway_parts import FakeWorker, Parts, request
 from prometheus_client import Counter, generate_latest
 
 from medialane.gateway import WorkerScrape, open_scope
-from medialane.gateway.scrape import MIN_INTERVAL_S
+from medialane.gateway.http import MIN_INTERVAL_S
 from medialane.types.admin import IsSleeping, ResetPrefixCache, Sleep
 from medialane.types.errors import AdminCallIncomplete, GenerationFailed
 from waiting import eventually

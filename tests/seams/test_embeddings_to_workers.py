@@ -15,7 +15,7 @@ from gateway_parts import PLACEHOLDER_TOKEN, FakeWorker, Parts, png, prompt, req
 
 from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
 from fake_engine import FAKE_CARD
-from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope, request_report
 from medialane.routing import RoutingConfig
 from medialane.store import StoreEntries
 from medialane.types.errors import GenerationFailed, HandoverFailed, StoreUnavailable
@@ -108,7 +108,7 @@ async def answer(parts, *images, **params):
         media = prompt(*(images or [png()]))
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
         tokens = await parts.answer(media, **params)
-        report = json.loads(scope.record.report())
+        report = json.loads(request_report(scope.record))
     return tokens, [item.get("embedding") for item in report["items"]]
 
 

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from audio_maker import by_libsndfile, tones
-from medialane.gateway import ExtractedMedia, GatewayConfig, InlineTransport, TransferConfig, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, InlineTransport, TransferConfig, open_scope, request_report
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.types.errors import (
     ArenaFull,
@@ -555,7 +555,7 @@ async def test_new_transport_is_its_two_ends(arena, preparers, worker, monkeypat
         with open_scope() as scope:
             scope.extracted = ExtractedMedia(prompt(png()).items, wants_report=True)
             assert await parts.answer(prompt(png())) == expected
-            assert json.loads(scope.record.report())["transport"] == ("shm" if fails else "inverted")
+            assert json.loads(request_report(scope.record))["transport"] == ("shm" if fails else "inverted")
         failures = parts.count("medialane_transfer_fallbacks_total", path="features/inverted", reason="handover_failed")
         assert failures == fails
 

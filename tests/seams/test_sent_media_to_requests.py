@@ -22,9 +22,8 @@ from medialane.gateway import (
     current_scope,
     open_scope,
 )
-from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.http import LEASE_PATH, MEDIA_PATH, error_form, send_error
 from medialane.gateway.intake import extract
-from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.loop_fairness import LoopFairness

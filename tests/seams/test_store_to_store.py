@@ -15,7 +15,7 @@ from host_store import HostStore
 from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope, request_report
 from medialane.store import StoreGrants
 from medialane.transfer import StillWriting
 from waiting import eventually
@@ -90,7 +90,7 @@ async def answer_and_report(parts, media):
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
         answer = await parts.answer(media)
-        report = json.loads(scope.record.report())
+        report = json.loads(request_report(scope.record))
     return answer, (report["stage"], report["transport"], *report.get("movers", ()))
 
 

@@ -12,8 +12,7 @@ from gateway_parts import Parts
 from audio_maker import by_libsndfile, tone, tones
 from decoded_media import decode_audio
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.bodies import BodyMemory, BudgetCharge
-from medialane.gateway.intake import extract_files
+from medialane.gateway.intake import BodyMemory, BudgetCharge, extract_files
 from medialane.gateway.wave import wave_bytes, wave_size
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN

@@ -17,17 +17,15 @@ from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, load_config, process_environ
-from medialane.gateway.access import metrics_key
+from medialane.gateway import metrics_key
+from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.kinds import case_names
+from medialane.tools.check.media import items_named
 from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CheckReport, encode
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import Setup
-from medialane.tools.check.table import show
-from medialane.tools.check.tensor_items import items_named
-from medialane.tools.check.tensor_report import TensorReport
-from medialane.tools.check.tensor_table import show_tensors
-from medialane.tools.check.tensors import compare_tensors
+from medialane.tools.check.tensors import TensorReport, compare_tensors
 from medialane.types.errors import StartupFailed
 
 _COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")

@@ -16,7 +16,7 @@ from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_enviro
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.config import load_config, process_environ
-from medialane.gateway.access import metrics_key
+from medialane.gateway import metrics_key
 from medialane.runtime.host import machine
 from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.servers import Launch

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from medialane.cluster.placement import find_hardware
 from medialane.config import foreign_environ, process_environ, vllm_defaults
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
-from medialane.tools.check.server_process import ServerProcess, plain_vllm, server_process
+from medialane.tools.check.servers import ServerProcess, plain_vllm, server_process
 from medialane.types.errors import StartupFailed
 
 _STOP_S = 30.0

@@ -26,20 +26,20 @@ from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_f
 from medialane.config import Config, process_environ
 from medialane.gateway import (
     AccessKeys,
+    BoundedServer,
+    GatewayConfig,
     GatewayMetrics,
     Health,
+    OpenRequests,
+    RecentRequests,
+    Recorder,
+    RequestTracing,
+    SharedCounts,
     WorkerLink,
     WorkerPool,
+    http_bounds,
 )
-from medialane.gateway.admission import SharedCounts
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
-from medialane.gateway.recording import Recorder
-from medialane.gateway.requests import RecentRequests
-from medialane.gateway.scope import OpenRequests
-from medialane.gateway.trace import RequestTracing
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing

@@ -12,7 +12,7 @@ import msgspec
 
 from medialane.cli.gateway_url import add_insecure, base_url, default_url, endpoint
 from medialane.config import load_config
-from medialane.gateway.access import admin_key
+from medialane.gateway import admin_key
 from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
 

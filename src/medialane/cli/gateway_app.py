@@ -11,36 +11,39 @@ from typing import Any, NamedTuple
 
 from starlette.middleware import Middleware
 
-from medialane.cli.operators import Operators
 from medialane.cli.reloading import RELOAD, Reloading
 from medialane.config import Config
 from medialane.gateway import (
+    SCRAPE_TIMEOUT_S,
     AccessKeys,
     AccessMiddleware,
+    Encoders,
     Gateway,
+    GatewayConfig,
     GatewayMetrics,
     Health,
+    InlineTransport,
     IntakeMiddleware,
+    MediaEndpoint,
+    OpenRequests,
+    OperatorEndpoints,
+    PlainHashes,
+    PullTransport,
+    RecentRequests,
+    Recorder,
+    RequestTracing,
     ScopeMiddleware,
     ScrapeMiddleware,
+    SharedCounts,
+    ShmTransport,
     StoreFeatures,
+    Transports,
+    WorkerControl,
     WorkerPool,
     WorkerScrape,
     health_of,
+    no_others,
 )
-from medialane.gateway.admission import SharedCounts
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.encoders import Encoders
-from medialane.gateway.gateway_metrics import no_others
-from medialane.gateway.media_endpoint import MediaEndpoint
-from medialane.gateway.plain_hashes import PlainHashes
-from medialane.gateway.recording import Recorder
-from medialane.gateway.requests import RecentRequests
-from medialane.gateway.scope import OpenRequests
-from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
-from medialane.gateway.trace import RequestTracing
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
-from medialane.gateway.worker_control import WorkerControl
 from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
@@ -197,18 +200,23 @@ async def gateway_app(
         admit=gateway.admit,
         num_tokens=gateway.num_image_tokens,
     )
-    operators = Operators(
+    operators = OperatorEndpoints(
+        addresses.gateway_index,
         model=components.frontend.model_name,
-        index=addresses.gateway_index,
         recent=components.recent,
         workers=links,
         router=components.router,
         store=components.media_store,
         health=health,
+        keys=components.keys,
+        ask_others=ask_others,
+        is_stopping=components.is_stopping,
     )
-    endpoints = dict(media.routes) if components.frontend.takes_media else {}
+    endpoints: dict[str, Any] = dict(media.routes) if components.frontend.takes_media else {}
     if components.gateway_config.page:
-        endpoints |= operators.routes(components.keys, group, is_stopping=components.is_stopping)
+        endpoints |= operators.routes
+        if group is not None:
+            group.answers.update(operators.answers)
     app = await components.frontend.app(
         gateway,
         outer=Middleware(

@@ -13,7 +13,7 @@ from medialane.cluster.local import check_join_listen, check_port
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, process_environ
-from medialane.gateway.access import AccessKeys, client_keys
+from medialane.gateway import AccessKeys, client_keys
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title

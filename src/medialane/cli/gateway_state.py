@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.cli.gateway_url import base_url, endpoint, several_models
-from medialane.gateway.operators.state import worker_host
+from medialane.gateway import worker_host
 from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
 

@@ -21,11 +21,16 @@ from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
-from medialane.gateway import AccessKeys
-from medialane.gateway.access import client_keys
-from medialane.gateway.http_protocol import MAX_HEADERS, http_bounds
-from medialane.gateway.http_server import BoundedServer
-from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.gateway import (
+    MAX_HEADERS,
+    AccessKeys,
+    BoundedServer,
+    NameRouter,
+    ServedModel,
+    ServedModels,
+    client_keys,
+    http_bounds,
+)
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
 from medialane.runtime.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals

@@ -26,7 +26,7 @@ from medialane.runtime.tasks import WatchedTask
 from medialane.types.errors import InvalidRequest, StartupFailed
 
 if TYPE_CHECKING:  # stores and workers have no gateway
-    from medialane.gateway.gateway_metrics import AskOthers
+    from medialane.gateway.http.metrics import AskOthers
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from medialane.cli.gateway_state import GatewayState, read_state
 from medialane.cli.gateway_url import add_gateways, gateway_urls
 from medialane.cli.store_state import hold_line, read_store
 from medialane.config import load_config
-from medialane.gateway.access import metrics_key
+from medialane.gateway import metrics_key
 from medialane.types.errors import StartupFailed
 from medialane.types.setting import format_bytes
 from medialane.wire.address import parse_unix

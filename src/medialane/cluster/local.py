@@ -25,7 +25,7 @@ from medialane.cluster.vllm_flags import (
 )
 from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
-from medialane.gateway.access import AccessKeys
+from medialane.gateway import AccessKeys
 from medialane.runtime.owner_lock import OwnedFolder
 from medialane.types.errors import StartupFailed
 from medialane.wire import listener

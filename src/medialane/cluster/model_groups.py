@@ -20,7 +20,7 @@ from medialane.cluster.placement import Hardware, num_gpus
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_values, has_flag, take_secrets, with_config_file, without_flags
 from medialane.config import Config, ModelTable, Setting, TableRules, allowed_environ, as_environ, settings
-from medialane.gateway.name_router import ServedModel
+from medialane.gateway import ServedModel
 from medialane.runtime.private_file import write_private
 from medialane.types.errors import StartupFailed
 

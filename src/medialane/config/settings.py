@@ -17,8 +17,7 @@ from msgspec import field
 
 from medialane.arena.config import ArenaConfig
 from medialane.config.cluster import ClusterConfig
-from medialane.gateway.config import GatewayConfig, TransferConfig
-from medialane.gateway.recording.config import RecordingConfig
+from medialane.gateway import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig

@@ -1,22 +1,45 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
-from medialane.gateway.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
-from medialane.gateway.config import GatewayConfig, TransferConfig
+from medialane.gateway.admission import SharedCounts
+from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway import Gateway
-from medialane.gateway.gateway_metrics import AskOthers, GatewayMetrics, no_others
-from medialane.gateway.health import Health, health_of
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
+from medialane.gateway.http.health import Health, health_of
+from medialane.gateway.http.metrics import (
+    SCRAPE_TIMEOUT_S,
+    AskOthers,
+    GatewayMetrics,
+    ScrapeMiddleware,
+    WorkerScrape,
+    no_others,
+)
+from medialane.gateway.http.protocol import MAX_HEADERS, http_bounds
+from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
+from medialane.gateway.models import NameRouter, ServedModel, ServedModels
+from medialane.gateway.operators import OperatorEndpoints, worker_host
 from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.records import (
+    MAX_PENDING_BYTES,
+    RECORDING_FORMAT,
+    RecentRequests,
+    Recorder,
+    RequestRecord,
+    RequestTracing,
+    RequestView,
+    Sent,
+    StandIn,
+    parse_stand_in,
+    request_report,
+    request_view,
+    with_media,
+)
 from medialane.gateway.references import References
 from medialane.gateway.route import PromptPrefix, Route, Routes
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import (
     InlineTransport,
     PullTransport,
@@ -30,6 +53,10 @@ from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 
 __all__ = [
+    "MAX_HEADERS",
+    "MAX_PENDING_BYTES",
+    "RECORDING_FORMAT",
+    "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
     "AskOthers",
@@ -43,18 +70,30 @@ __all__ = [
     "InlineTransport",
     "IntakeMiddleware",
     "MediaEndpoint",
+    "NameRouter",
     "OpenRequests",
+    "OperatorEndpoints",
     "PlainHashes",
     "PromptPrefix",
     "PullTransport",
+    "RecentRequests",
+    "Recorder",
+    "RecordingConfig",
     "References",
+    "RequestRecord",
     "RequestScope",
     "RequestTracing",
+    "RequestView",
     "Route",
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
+    "Sent",
+    "ServedModel",
+    "ServedModels",
+    "SharedCounts",
     "ShmTransport",
+    "StandIn",
     "StoreFeatures",
     "TransferConfig",
     "TransferPath",
@@ -73,4 +112,9 @@ __all__ = [
     "metrics_key",
     "no_others",
     "open_scope",
+    "parse_stand_in",
+    "request_report",
+    "request_view",
+    "with_media",
+    "worker_host",
 ]

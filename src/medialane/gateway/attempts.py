@@ -20,11 +20,10 @@ from medialane.gateway.admission import Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import prompt_for
 from medialane.gateway.oldest_first import OldestFirst
-from medialane.gateway.report import Sent
+from medialane.gateway.records import AttemptTrace, Sent
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, while_connected
 from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.trace import AttemptTrace
 from medialane.gateway.transports import TransferPath, Transports
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_link.remote_request import RemoteRequest

@@ -9,7 +9,7 @@ import msgspec
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.image_budget import ImageBudget
-from medialane.gateway.intake.sent_features import placeholder_field
+from medialane.gateway.intake import placeholder_field
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.scope import RequestScope
 from medialane.gateway.store_features import StoreFeatures

@@ -26,7 +26,7 @@ import msgspec
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import feature_payload
-from medialane.gateway.requests import RequestRecord
+from medialane.gateway.records import RequestRecord
 from medialane.gateway.transports import ShmTransport
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool

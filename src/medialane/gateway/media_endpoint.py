@@ -9,13 +9,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Final, Literal, cast
-from urllib.parse import parse_qsl
 
 import msgspec
 from blake3 import blake3
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.extraction import check_salt
+from medialane.gateway.http.access import LEASE_PATH, MEDIA_PATH
+from medialane.gateway.http.asgi import header, query_fields, send_response
+from medialane.gateway.intake import check_salt
 from medialane.gateway.scope import RequestScope, current_scope
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store.link import StoreLink
@@ -34,14 +35,11 @@ from medialane.types.tensor import ArenaRange
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Receive, Scope, Send
 
-MEDIA_PATH = "/medialane/v1/media"
-LEASE_PATH = "/medialane/v1/media/{hash}"
 
 _ACTIONS: Final[Mapping[str, Literal["find", "renew", "end"]]] = {
     "GET": "find", "HEAD": "find", "POST": "renew", "DELETE": "end"
 }  # fmt: skip
 
-_MAX_QUERY_FIELDS = 16
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024
@@ -78,9 +76,7 @@ class MediaEndpoint:
         """Raises MedialaneError before the response has begun."""
         respond = self._put(scope, receive) if scope["method"] == "PUT" else self._ask(scope)
         body = msgspec.json.encode(await respond)
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_response(send, 200, body)
 
     async def _put(self, scope: Scope, receive: Receive) -> Mapping[str, object]:
         """Lease the media that `receive` returns; it is not called before the store has accepted what is declared."""
@@ -116,7 +112,7 @@ class MediaEndpoint:
         check_salt(salt, self._config)
         if (uuid := fields.get("uuid")) == "":
             raise InvalidRequest("the uuid is empty", param="uuid")
-        length = _header(scope, b"content-length")
+        length = header(scope, b"content-length")
         num_bytes = int(length) if length.isdigit() else None
         if num_bytes == 0:
             raise EmptyMedia("the body is empty")
@@ -127,7 +123,7 @@ class MediaEndpoint:
             num_bytes or 0,
             min(self._config.body_timeout_s + _MARGIN_S, MAX_UPLOAD_S),
             ttl_s=_ttl(fields),
-            modality=_modality(_header(scope, b"content-type")),
+            modality=_modality(header(scope, b"content-type")),
             alias=None if uuid is None else Alias(uuid, "", owner=request.owner),
         )
 
@@ -207,16 +203,7 @@ class _Upload:
 
 def _query(scope: Scope, allowed: tuple[str, ...]) -> Mapping[str, str]:
     """Return the parameters of the query. Raises InvalidRequest for others than those allowed."""
-    try:
-        pairs = parse_qsl(
-            scope["query_string"].decode("latin-1"),
-            keep_blank_values=True,
-            errors="strict",
-            max_num_fields=_MAX_QUERY_FIELDS,
-        )
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise InvalidRequest("the query is not valid, or has too many parameters") from error
-    fields = dict(pairs)
+    fields = query_fields(scope["query_string"].decode("latin-1"))
     for name in fields:
         if name not in allowed:
             known = " and ".join(allowed) or "none"
@@ -229,10 +216,6 @@ def _ttl(fields: Mapping[str, str]) -> float | None:
         return float(fields["ttl"]) if "ttl" in fields else None
     except ValueError as error:
         raise InvalidRequest("ttl must be a number of seconds", param="ttl") from error
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def _modality(content_type: bytes) -> Modality | None:

@@ -16,30 +16,45 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from medialane.gateway.access import given_key
-from medialane.gateway.access_log import log_end
 from medialane.gateway.admission import Queues
-from medialane.gateway.bodies import (
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.access import MEDIA_PATH, given_key
+from medialane.gateway.http.responses import (
+    REQUEST_ID,
+    ErrorSender,
+    IdentifiedSend,
+    error_form,
+    given_id,
+    given_trace,
+    send_error,
+    usable_id,
+    with_id,
+)
+from medialane.gateway.intake import (
     WITHOUT_BODY,
     Body,
     BodyMemory,
     BoundedReceive,
     BudgetCharge,
+    Buffer,
+    Intake,
     Message,
     Receive,
+    extract,
+    extract_files,
+    is_multipart,
     replay,
 )
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_responses import ErrorSender, error_form, send_error
-from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
-from medialane.gateway.media_endpoint import MEDIA_PATH
-from medialane.gateway.recording import Recordable, Recorder
-from medialane.gateway.report import ReportSender
-from medialane.gateway.request_id import HEADER as REQUEST_ID
-from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
-from medialane.gateway.requests import RecentRequests
+from medialane.gateway.records import (
+    RecentRequests,
+    Recordable,
+    Recorder,
+    ReportSender,
+    RequestTracing,
+    log_end,
+    request_report,
+)
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
-from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
@@ -102,7 +117,7 @@ class ScopeMiddleware:
             return
         with self._requests.opened() as request:
             record = request.record
-            record.name(given_id(scope))
+            record.id = usable_id(given_id(scope))
             tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
@@ -312,7 +327,7 @@ def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[Non
 
 def _reporting(send: Send, request: RequestScope) -> Send:
     """Return a `send` that adds the report to the answer, if the client requests one."""
-    return ReportSender(send, request.record.report) if request.wants_report else send
+    return ReportSender(send, partial(request_report, request.record)) if request.wants_report else send
 
 
 def _recording_errors(receive: Receive, request: RequestScope) -> Receive:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.gateway.expansions import Expansions, Item
-from medialane.gateway.report import EmbeddingOutcome, embedding_outcome
+from medialane.gateway.records import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.routed_worker import RoutedWorker
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.worker_link.link import WorkerLink

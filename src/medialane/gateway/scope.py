@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from medialane.gateway.bodies import BudgetCharge
+from medialane.gateway.intake import BudgetCharge
+from medialane.gateway.records import RequestRecord, RequestTrace
 from medialane.gateway.references import References
-from medialane.gateway.requests import RequestRecord
-from medialane.gateway.trace import RequestTrace
 from medialane.types.errors import (
     ClientDisconnected,
     ErrorReport,

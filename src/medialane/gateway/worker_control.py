@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.gateway.gateway_metrics import AskOthers, no_others
+from medialane.gateway.http.metrics import AskOthers, no_others
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.types.errors import InvalidRequest, NoWorkerReady

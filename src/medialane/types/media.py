@@ -2,7 +2,7 @@
 everything that distinguishes one from another, but for the code that decodes it.
 
 A new modality needs a name in `Modality` with the class of its decoded form; a row in the table, its members in
-`gateway.intake.request_body`; its limits as settings (`max_NAME_bytes` and `NAME_fetch_timeout_s` in `media.config`,
+`gateway.intake.search`; its limits as settings (`max_NAME_bytes` and `NAME_fetch_timeout_s` in `media.config`,
 `NAME_timeout_s` in `prepare.config`); its decoder with a row in `media.decoders`; and what vLLM's processor has to be
 tried with and given. `tests/unit/types/test_types_modalities.py` lists the files, and fails for any other that names
 one.
@@ -300,7 +300,7 @@ class ModalityTraits(NamedTuple):
 
     `parts` are the members of content parts with such an item, `url_list` is the member of a body that is a list of
     URLs of such items. `invalid` is the error for damaged items. Options of an item may choose its pixels with
-    `has_pixels`, its frames with `has_frames` (`gateway.intake.item_options`).
+    `has_pixels`, its frames with `has_frames` (`gateway.intake.places`).
     """
 
     parts: Mapping[str, PartContent]

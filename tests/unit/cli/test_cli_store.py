@@ -25,7 +25,7 @@ from medialane.observability import LogProcess
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
 from medialane.testing.fake_nixl import FakeMetadata
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.transfer.nixl import Descriptor, NixlMover, RdmaMetadata, pack_agent_metadata
 from medialane.types.errors import StartupFailed
 from medialane.types.hashing import content_hash

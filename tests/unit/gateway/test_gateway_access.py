@@ -20,7 +20,7 @@ from medialane.gateway import (
     http_bounds,
     open_scope,
 )
-from medialane.gateway.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
+from medialane.gateway.http import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS_PATH, OPEN
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.loop_fairness import LoopFairness
@@ -265,7 +265,9 @@ def test_keys_are_not_shown():
 def test_documentation_lists_what_needs_no_admin_key():
     text = Path(__file__).parents[3].joinpath("docs", "security.md").read_text()
     section = text.partition("## Who may ask")[2].partition("\n## ")[0]
-    listed = OPEN | ADMIN | CLIENT - {"/docs/oauth2-redirect"} | {METRICS, *(f"{each}..." for each in CLIENT_PREFIXES)}
+    listed = (
+        OPEN | ADMIN | CLIENT - {"/docs/oauth2-redirect"} | {METRICS_PATH, *(f"{each}..." for each in CLIENT_PREFIXES)}
+    )
     assert not [path for path in listed if f"`{path}`" not in section]
 
 

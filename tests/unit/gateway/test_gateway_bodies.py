@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from medialane.gateway import GatewayConfig
-from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge
+from medialane.gateway.intake import Body, BodyMemory, BoundedReceive, BudgetCharge
 from medialane.runtime.loop_fairness import SMALL_BYTES, LoopFairness
 from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from waiting import eventually
@@ -110,7 +110,7 @@ async def test_unused_buffers_and_charges_together_are_within_the_budget():
 
 
 async def test_buffers_that_are_not_used_for_a_while_are_unmapped(monkeypatch):
-    monkeypatch.setattr("medialane.gateway.bodies.IDLE_S", 0.01)
+    monkeypatch.setattr("medialane.gateway.intake.bodies.IDLE_S", 0.01)
     memory = BodyMemory(CONFIG.max_bodies_bytes)
     buffers = [memory.take(size) for size in (1 << 16, 1 << 19, 1 << 20)]
     for buffer in buffers:

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import Encoders, GatewayConfig, ShmTransport, WorkerPool
-from medialane.gateway.requests import RequestRecord
+from medialane.gateway import Encoders, GatewayConfig, RequestRecord, ShmTransport, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import EncodeCosts, RoutingConfig
 from medialane.testing.fake_handler import FAKE_CARD

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from medialane.gateway import ExtractedMedia, References, RequestScope
-from medialane.gateway.error_responses import ErrorSender, error_form
+from medialane.gateway.http import ErrorSender, error_form
 from medialane.types.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
 from medialane.types.media import Alias, MediaRef
 

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.gateway import GatewayMetrics
-from medialane.gateway.gateway_metrics import merge
-from medialane.gateway.scrape import MIN_INTERVAL_S
+from medialane.gateway.http import MIN_INTERVAL_S, merge
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed
 from medialane.types.request import Endpoint, WorkerLoad

@@ -13,7 +13,7 @@ import pytest
 import trustme
 import uvicorn
 
-from medialane.gateway import BoundedServer, GatewayConfig, http_bounds, http_server
+from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.wire import acceptor
 from waiting import eventually
 
@@ -41,11 +41,6 @@ def client_context(authority):
     return context
 
 
-@pytest.fixture(autouse=True)
-def _bounds(monkeypatch):
-    monkeypatch.setattr(http_server, "_MAX_REFUSING", 2)
-
-
 async def app(_scope, receive, send):
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -53,13 +48,13 @@ async def app(_scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def serving(files, *, header_timeout_s=20.0):
+async def serving(files, *, header_timeout_s=20.0, max_refusing=2):
     """A server of MAX_OPEN - 2 connections and 2 that it refuses: its port."""
     settings = uvicorn.Config(
         app, ssl_keyfile=files["ssl_keyfile"], ssl_certfile=files["ssl_certfile"], lifespan="off", log_config=None
     )
     bounds = http_bounds(GatewayConfig(max_connections=MAX_OPEN - 2, header_timeout_s=header_timeout_s))
-    server = BoundedServer(settings, bounds=bounds)
+    server = BoundedServer(settings, bounds=bounds, max_refusing=max_refusing)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -171,9 +166,8 @@ async def test_connections_above_the_limit_get_503_then_are_closed(files, client
         assert await status(*refused, b"") == 503
 
 
-async def test_connection_is_closed_if_no_handshake_can_be_aborted(files, client_context, caplog, monkeypatch):
-    monkeypatch.setattr(http_server, "_MAX_REFUSING", 0)
-    async with serving(files) as port, contextlib.AsyncExitStack() as stack:
+async def test_connection_is_closed_if_no_handshake_can_be_aborted(files, client_context, caplog):
+    async with serving(files, max_refusing=0) as port, contextlib.AsyncExitStack() as stack:
         for _ in range(MAX_OPEN - 2):
             client = await stack.enter_async_context(tls_connection(port, client_context))
             assert await status(*client) == 200

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.gateway.name_router.model_name import MAX_NAME_BYTES, search_of
+from medialane.gateway.models import MAX_NAME_BYTES, search_of
 
 JSON = b"application/json"
 FORM = b"multipart/form-data; boundary=xyz"

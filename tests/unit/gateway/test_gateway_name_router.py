@@ -13,8 +13,15 @@ import pytest
 import uvicorn
 from yarl import URL
 
-from medialane.gateway import AccessKeys, BoundedServer, GatewayConfig, http_bounds
-from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.gateway import (
+    AccessKeys,
+    BoundedServer,
+    GatewayConfig,
+    NameRouter,
+    ServedModel,
+    ServedModels,
+    http_bounds,
+)
 from medialane.media import MediaConfig
 from medialane.wire import bind_http, bind_unix
 from waiting import eventually

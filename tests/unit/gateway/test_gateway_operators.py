@@ -24,29 +24,21 @@ from medialane.gateway import (
     BoundedServer,
     GatewayConfig,
     GatewayMetrics,
+    Health,
+    OperatorEndpoints,
+    RecentRequests,
+    RequestRecord,
+    RequestView,
     ScopeMiddleware,
+    Sent,
     WorkerPool,
     http_bounds,
     no_others,
 )
-from medialane.gateway.error_responses import error_form, send_error
-from medialane.gateway.operators import (
-    Limits,
-    OperatorEndpoints,
-    OwnView,
-    PageFiles,
-    Sessions,
-    State,
-    Whose,
-    decisions_page,
-    own_part,
-    whole_state,
-)
-from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList
-from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
-from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
+from medialane.gateway.http import SESSION_S, Sessions, error_form, is_from_this_machine, send_error
+from medialane.gateway.operators import MAX_STREAMS, GatewayView, Limits, RequestList, State, own_part, whole_state
 from medialane.observability import Metrics
+from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
 from medialane.types.media import MediaRef
 from medialane.types.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
@@ -58,7 +50,7 @@ INTERVAL_S = 0.05
 
 def record(name, *refs, tenant=None, worker=None, error=None):
     made = RequestRecord()
-    made.name(name)
+    made.id = name
     made.received(refs, model="m", streams=True)
     made.tenant, made.status = tenant, 200
     if worker is not None:
@@ -72,32 +64,27 @@ def record(name, *refs, tenant=None, worker=None, error=None):
 class Member:
     """One gateway, without workers: its endpoints, and what it has of requests."""
 
-    def __init__(self, index="0", ask_others=no_others, keys=None):
-        self.index, self.recent, self.num_parts, self.is_stopping = index, RecentRequests(), 0, False
+    def __init__(self, index=0, ask_others=no_others, keys=None):
+        self.recent, self.num_parts, self.is_stopping = RecentRequests(), 0, False
         self.keys = keys or AccessKeys.load(GatewayConfig(), is_local=True)
         self.endpoints = OperatorEndpoints(
             index,
-            self.recent,
-            own_part=self._part,
-            state=self._state,
-            refresh=self._refresh,
-            begin_session=self.keys.session,
-            end_session=self.keys.sessions.no_cookie,
+            model="m",
+            recent=self.recent,
+            workers=WorkerPool([]),
+            router=KvRouter(),
+            store=None,
+            health=self._health,
+            keys=self.keys,
             ask_others=ask_others,
             is_stopping=lambda: self.is_stopping,
             interval_s=INTERVAL_S,
         )
 
-    async def _part(self, limits):
+    def _health(self):
+        """Asked for once for each part."""
         self.num_parts += 1
-        whose = Whose(self.index, 1, 0.0)
-        return await own_part(self.recent, WorkerPool([]), whose, num_live=limits.live, num_decisions=limits.decisions)
-
-    async def _state(self, parts, limits):
-        return await whole_state(OwnView("1", "m", [], {}, None), parts, self.index, limits)
-
-    async def _refresh(self):
-        pass
+        return Health("ok")
 
     def live(self, made):
         self.recent.begin(made)
@@ -112,8 +99,7 @@ class Member:
     @contextlib.asynccontextmanager
     async def serving(self):
         """A client of its HTTP server."""
-        everything = {**self.endpoints.routes, **PageFiles().routes}
-        pairs = [(*key.partition(" ")[::2], endpoint) for key, endpoint in everything.items()]
+        pairs = [(*key.partition(" ")[::2], endpoint) for key, endpoint in self.endpoints.routes.items()]
         router = Router([Route(path, endpoint, methods=[method]) for method, path, endpoint in pairs])
 
         def route_of(scope):
@@ -186,7 +172,7 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     decision = RoutingDecision("w1", "longest cached prefix", num_tokens=9)
     tried.sending(Sent(decision), is_sent=False)
     member.live(tried)
-    page = decisions_page(member.recent, "0", {"limit": "2"})
+    page = member.endpoints.decisions({"limit": "2"})
     assert b"resp_secret" not in page
     about, failed = json.loads(page)["decisions"]
     assert about["request_id_sha256"] == failed["request_id_sha256"] == hashlib.sha256(b"resp_secret").hexdigest()
@@ -197,7 +183,7 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     tried.prompt_sent()
     now = time.perf_counter()
     tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {}, times=(now - 0.25, now))
-    (answered,) = json.loads(decisions_page(member.recent, "0", {"limit": "1"}))["decisions"]
+    (answered,) = json.loads(member.endpoints.decisions({"limit": "1"}))["decisions"]
     assert (answered["sent"], answered["engine_cached_tokens"]) == (True, 8)
     assert answered["first_token_ms"] == 250
 
@@ -205,7 +191,7 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
 @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
 def test_non_numeric_decision_limit_is_rejected_by_name(limit):
     with pytest.raises(InvalidRequest) as raised:
-        decisions_page(RecentRequests(), "0", {"limit": limit})
+        Member().endpoints.decisions({"limit": limit})
     assert raised.value.param == "limit"
 
 
@@ -312,7 +298,7 @@ async def siblings():
                 )
                 for index in range(2)
             ]
-            members = [Member(str(index), group.ask_others) for index, group in enumerate(groups)]
+            members = [Member(index, group.ask_others) for index, group in enumerate(groups)]
             endpoints = []
             for group, member in zip(groups, members, strict=True):
                 group.answers.update(member.endpoints.answers)
@@ -478,10 +464,11 @@ def worker(name, *, ready=True, **load):
 async def test_a_thousand_workers_are_listed_by_need_and_counted():
     endpoints = [worker(f"host{n // 8}/{n % 8}", num_running=n % 8) for n in range(1000)]
     endpoints[500] = worker("host62/4", ready=False)
-    parts = {"0": await own_part(RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0))}
-    own = OwnView("1", "m", endpoints, {}, None)
+    own, limits = GatewayView("0", asked=True, up=True), Limits(workers=100)
+    parts = {"0": await own_part(own, RecentRequests(), WorkerPool([]), limits)}
     started = time.process_time()
-    encoded = msgspec.json.encode(await whole_state(own, parts, "0", Limits(workers=100)))
+    state = await whole_state(parts, limits, model="m", endpoints=endpoints, encoder_caches={}, store=None)
+    encoded = msgspec.json.encode(state)
     seconds = time.process_time() - started
     state = json.loads(encoded)
     assert (state["workers"]["num"], state["workers"]["states"]) == (1000, {"ready": 999, "lost": 1})

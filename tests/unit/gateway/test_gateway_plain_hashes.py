@@ -14,7 +14,7 @@ from medialane.gateway.request_media import RequestMedia
 from medialane.media import MediaConfig
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.testing.fake_processor import FakeAssembler
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.types.errors import InvalidRequest
 from medialane.types.feature import Feature, FoundItem, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.hashing import DecodedItem

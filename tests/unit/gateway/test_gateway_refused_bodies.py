@@ -17,8 +17,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import BoundedServer, GatewayConfig, ScopeMiddleware, http_bounds
-from medialane.gateway.error_responses import error_form, send_error
-from medialane.gateway.http_protocol import MAX_DISCARDED_BYTES
+from medialane.gateway.http import MAX_DISCARDED_BYTES, error_form, send_error
 from medialane.observability import Metrics
 from medialane.types.errors import RateLimitExceeded
 from waiting import eventually

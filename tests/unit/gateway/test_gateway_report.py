@@ -16,9 +16,8 @@ from medialane.gateway import (
     ShmTransport,
     TransferPath,
     open_scope,
-    report,
 )
-from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
+from medialane.gateway.records import ReportSender, Sent, embedding_outcome, report_schema, request_report
 from medialane.types.feature import Feature, MediaSpan, StagedItem
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision
@@ -52,8 +51,32 @@ EVENTS = [
 ]
 
 
-def fed(splice, pieces):
-    return [splice.feed(piece, last=False) for piece in pieces] + [splice.feed(b"", last=True)]
+class SentMessages(list):
+    async def __call__(self, message):
+        self.append(message)
+
+    @property
+    def headers(self):
+        return dict(self[0]["headers"])
+
+    @property
+    def body(self):
+        return b"".join(message["body"] for message in self[1:])
+
+
+STREAM = b"text/event-stream; charset=utf-8"
+
+
+async def spliced(pieces, kind=b"application/json", *, ends=True):
+    """Return what is sent for each piece of a response, and at its end."""
+    sent = SentMessages()
+    send = ReportSender(sent, lambda: REPORT)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    if ends:
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return [message["body"] for message in sent[1:]]
 
 
 def cut(data, size):
@@ -63,9 +86,9 @@ def cut(data, size):
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("answer", [ANSWER, {}, {"a": {}}, {"a": "{"}, {"a": [{}]}], ids=str)
 @pytest.mark.parametrize("indent", [None, 1])
-def test_report_is_a_member_of_the_response_object(answer, size, indent):
+async def test_report_is_a_member_of_the_response_object(answer, size, indent):
     data = json.dumps(answer, indent=indent).encode() + b"\n "
-    assert json.loads(b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size)))) == {
+    assert json.loads(b"".join(await spliced(cut(data, size)))) == {
         **answer,
         "medialane": REPORT_FIELDS,
     }
@@ -73,13 +96,13 @@ def test_report_is_a_member_of_the_response_object(answer, size, indent):
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("data", [b"[{}]", b'"}"', b"3", b"", b"not } json"])
-def test_non_object_response_is_unchanged(data, size):
-    assert b"".join(fed(JsonSplice(lambda: REPORT), cut(data, size))) == data
+async def test_non_object_response_is_unchanged(data, size):
+    assert b"".join(await spliced(cut(data, size))) == data
 
 
-def test_chunked_response_is_not_buffered():
-    splice = JsonSplice(lambda: REPORT)
-    assert splice.feed(b'{"a":"' + b"x" * 5000, last=False) == b'{"a":"' + b"x" * 5000
+async def test_chunked_response_is_not_buffered():
+    piece = b'{"a":"' + b"x" * 5000
+    assert await spliced([piece], ends=False) == [piece]
 
 
 def events_of(data):
@@ -87,8 +110,8 @@ def events_of(data):
 
 
 @pytest.mark.parametrize("pieces", [EVENTS, [b"".join(EVENTS)], [*EVENTS[:2], b"".join(EVENTS[2:])]])
-def test_report_is_the_last_event_before_done(pieces):
-    out = b"".join(fed(StreamSplice(lambda: REPORT), pieces))
+async def test_report_is_the_last_event_before_done(pieces):
+    out = b"".join(await spliced(pieces, STREAM))
     assert out.startswith(b"".join(EVENTS[:-1]))
     assert out.endswith(b"\n\ndata: [DONE]\n\n")
     *chunks, last = events_of(out)
@@ -106,60 +129,45 @@ def test_report_is_the_last_event_before_done(pieces):
 
 
 @pytest.mark.parametrize("at", range(1, len(b"data: [DONE]\n\n")))
-def test_report_is_before_an_end_marker_that_is_split(at):
-    whole = fed(StreamSplice(lambda: REPORT), EVENTS)
+async def test_report_is_before_an_end_marker_that_is_split(at):
+    whole = await spliced(EVENTS, STREAM)
     end = EVENTS[-1]
-    pieces = fed(StreamSplice(lambda: REPORT), [*EVENTS[:-1], end[:at], end[at:]])
+    pieces = await spliced([*EVENTS[:-1], end[:at], end[at:]], STREAM)
     assert b"".join(pieces) == b"".join(whole)
 
 
-def test_beginning_of_an_end_marker_is_sent_at_the_end():
-    assert b"".join(fed(StreamSplice(lambda: REPORT), [b"data: 1\n\ndata: [DO"])).startswith(b"data: 1\n\ndata: [DO")
+async def test_beginning_of_an_end_marker_is_sent_at_the_end():
+    assert b"".join(await spliced([b"data: 1\n\ndata: [DO"], STREAM)).startswith(b"data: 1\n\ndata: [DO")
 
 
-def test_stream_events_are_forwarded_immediately():
-    splice = StreamSplice(lambda: REPORT)
-    assert [splice.feed(event, last=False) for event in EVENTS[:3]] == EVENTS[:3]
+async def test_stream_events_are_forwarded_immediately():
+    assert await spliced(EVENTS[:3], STREAM, ends=False) == EVENTS[:3]
 
 
-def test_done_marker_in_model_output_does_not_end_the_stream():
-    splice = StreamSplice(lambda: REPORT)
-    for piece in (b'data: {"a":"', b'data: [DONE]"}\n\n'):
-        assert splice.feed(piece, last=False) == piece
+async def test_done_marker_in_model_output_does_not_end_the_stream():
+    pieces = [b'data: {"a":"', b'data: [DONE]"}\n\n']
+    assert await spliced(pieces, STREAM, ends=False) == pieces
 
 
 @pytest.mark.parametrize("before", [[], [b": comment\n\n"], [b"data: not json\n\n"], [b"data: [1]\n\n"]])
-def test_report_is_sent_without_a_preceding_chunk(before):
-    out = b"".join(fed(StreamSplice(lambda: REPORT), [*before, b"data: [DONE]\n\n"]))
+async def test_report_is_sent_without_a_preceding_chunk(before):
+    out = b"".join(await spliced([*before, b"data: [DONE]\n\n"], STREAM))
     assert events_of(out) == [{"object": "medialane.report", "choices": [], "medialane": REPORT_FIELDS}]
 
 
-def test_other_stream_formats_end_with_a_dedicated_event_type():
+async def test_other_stream_formats_end_with_a_dedicated_event_type():
     events = [
         b'event: message_start\ndata: {"type":"message_start"}\n\n',
         b'event: message_stop\ndata: {"type":"s"}\n\n',
     ]
-    out = b"".join(fed(StreamSplice(lambda: REPORT), events))
+    out = b"".join(await spliced(events, STREAM))
     assert out.startswith(b"".join(events))
     assert out[len(b"".join(events)) :].startswith(b"event: medialane.report\ndata: ")
     assert events_of(out)[-1] == {"type": "medialane.report", "medialane": REPORT_FIELDS}
 
 
-class Sent(list):
-    async def __call__(self, message):
-        self.append(message)
-
-    @property
-    def headers(self):
-        return dict(self[0]["headers"])
-
-    @property
-    def body(self):
-        return b"".join(message["body"] for message in self[1:])
-
-
 async def answered(*pieces, status=200, headers=((b"content-type", b"application/json"),), length=True):
-    sent = Sent()
+    sent = SentMessages()
     send = ReportSender(sent, lambda: REPORT)
     headers = list(headers)
     if length:
@@ -188,7 +196,7 @@ async def test_chunked_response_has_no_content_length():
 
 
 async def test_stream_begins_with_its_first_event():
-    sent = Sent()
+    sent = SentMessages()
     send = ReportSender(sent, lambda: REPORT)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -223,16 +231,16 @@ def client(answer, content_type):
 ASK = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
-def test_openai_client_reads_the_stream():
-    answer = b"".join(fed(StreamSplice(lambda: REPORT), EVENTS))
+async def test_openai_client_reads_the_stream():
+    answer = b"".join(await spliced(EVENTS, STREAM))
     with client(answer, "text/event-stream") as found:
         chunks = list(found.chat.completions.create(**ASK, stream=True))
     assert "".join(c.choices[0].delta.content for c in chunks if c.choices) == "adata: [DONE]"
     assert [c.model_extra.get("medialane") for c in chunks] == [None, None, None, REPORT_FIELDS]
 
 
-def test_openai_stream_helper_keeps_the_usage():
-    answer = b"".join(fed(StreamSplice(lambda: REPORT), EVENTS))
+async def test_openai_stream_helper_keeps_the_usage():
+    answer = b"".join(await spliced(EVENTS, STREAM))
     with client(answer, "text/event-stream") as found, found.chat.completions.stream(**ASK) as stream:
         final = stream.get_final_completion()
     assert final.usage.total_tokens == 5
@@ -240,17 +248,17 @@ def test_openai_stream_helper_keeps_the_usage():
     assert final.choices[0].message.content == "adata: [DONE]"
 
 
-def test_openai_client_reads_the_response():
-    answer = b"".join(fed(JsonSplice(lambda: REPORT), [json.dumps(ANSWER).encode()]))
+async def test_openai_client_reads_the_response():
+    answer = b"".join(await spliced([json.dumps(ANSWER).encode()]))
     with client(answer, "application/json") as found:
         completion = found.chat.completions.create(**ASK)
     assert completion.usage.total_tokens == 3
     assert completion.model_extra["medialane"] == REPORT_FIELDS
 
 
-def test_openai_client_reads_a_responses_stream():
+async def test_openai_client_reads_a_responses_stream():
     event = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"hi"}\n\n'
-    answer = b"".join(fed(StreamSplice(lambda: REPORT), [event]))
+    answer = b"".join(await spliced([event], STREAM))
     with client(answer, "text/event-stream") as found:
         events = list(found.responses.create(model="m", input="x", stream=True))
     assert [e.type for e in events] == ["response.output_text.delta", "medialane.report"]
@@ -259,15 +267,6 @@ def test_openai_client_reads_a_responses_stream():
 
 NO_SIZE = MediaSize()
 VIDEO = MediaSize(width=640, height=360, num_frames=3, metadata=b'{"fps":30.0,"frames_indices":[0,15,31],"x":[]}')
-
-
-def test_timestamps_of_sampled_frames():
-    assert timestamps(VIDEO) == (0.0, 0.5, 1.033)
-
-
-@pytest.mark.parametrize("metadata", [b"", b"{}", b'{"fps":0,"frames_indices":[1]}', b'{"fps":null}', b'{"fps":2}'])
-def test_video_without_times_has_no_timestamps(metadata):
-    assert timestamps(MediaSize(metadata=metadata)) == ()
 
 
 def item(ref, mm_hash, size=NO_SIZE, **more):
@@ -280,10 +279,10 @@ def test_report_of_several_prompts_is_about_one_with_media():
         scope.extracted = ExtractedMedia((MediaRef("image", "a", data=b"1"),), wants_report=True)
         scope.record.prepared([item(scope.extracted.refs[0], "h")], is_reported=True)
         for path in (None, TransferPath(STAGES["features"], ShmTransport(None)), None):
-            scope.record.sending(report.Sent(decision, path))
-        assert msgspec.json.decode(scope.record.report())["transport"] == "shm"
-        scope.record.sending(report.Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
-        assert msgspec.json.decode(scope.record.report())["stage"] == "url", "the last attempt"
+            scope.record.sending(Sent(decision, path))
+        assert msgspec.json.decode(request_report(scope.record))["transport"] == "shm"
+        scope.record.sending(Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
+        assert msgspec.json.decode(request_report(scope.record))["stage"] == "url", "the last attempt"
 
 
 def test_scope_reports_items_in_request_order():
@@ -294,12 +293,12 @@ def test_scope_reports_items_in_request_order():
         scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9], is_reported=True)
         scope.record.prepared([item(refs[0], "h1")], is_reported=True)
         decision = RoutingDecision("w0", "idle")
-        scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
+        scope.record.sending(Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
         first = OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp"))
         scope.record.answered(first, decision, 20, {}, times=(1.0, 1.5))
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
-        found = msgspec.json.decode(scope.record.report())
+        found = msgspec.json.decode(request_report(scope.record))
     routing = found.pop("routing")
     assert (routing["worker"], routing["reason"], routing["engine_cached_tokens"]) == ("w0", "idle", 7)
     assert found == {
@@ -325,11 +324,20 @@ def test_scope_reports_items_in_request_order():
     }
 
 
+@pytest.mark.parametrize("metadata", [b"", b"{}", b'{"fps":0,"frames_indices":[1]}', b'{"fps":null}', b'{"fps":2}'])
+def test_video_without_times_has_no_timestamps(metadata):
+    with open_scope() as scope:
+        video = item(MediaRef("video", "a", data=b"1"), "h", MediaSize(metadata=metadata))
+        scope.record.prepared([video], is_reported=True)
+        (found,) = msgspec.json.decode(request_report(scope.record))["items"]
+    assert "timestamps" not in found
+
+
 def test_video_metadata_are_not_parsed_without_a_requested_report():
     with open_scope() as scope:
         broken = item(MediaRef("video", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))
         scope.record.prepared([broken], is_reported=False)
-        assert msgspec.json.decode(scope.record.report()) == {"items": []}
+        assert msgspec.json.decode(request_report(scope.record)) == {"items": []}
 
 
 def test_report_says_what_was_done_about_each_embedding():
@@ -339,7 +347,7 @@ def test_report_says_what_was_done_about_each_embedding():
         scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
         first, decision = OutputDelta("r", [], num_cached_tokens=0), RoutingDecision("w0", "idle")
         scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"}, times=(0.0, 0.0))
-        found = msgspec.json.decode(scope.record.report())
+        found = msgspec.json.decode(request_report(scope.record))
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
 
 
@@ -355,12 +363,12 @@ def test_report_says_what_was_done_about_each_embedding():
     ],
 )
 def test_first_output_says_what_was_done_about_an_embedding(fields, outcome):
-    assert report.embedding_outcome(MediaSpan("h", 10, 20), OutputDelta("r", [], **fields)) == outcome
+    assert embedding_outcome(MediaSpan("h", 10, 20), OutputDelta("r", [], **fields)) == outcome
 
 
 def test_documented_schema_is_that_of_the_report():
     """Write it anew with `report_schema()` when a member changes: names stay what they are."""
-    assert (Path(__file__).parents[3] / "docs/report.schema.json").read_text() == report.report_schema()
+    assert (Path(__file__).parents[3] / "docs/report.schema.json").read_text() == report_schema()
 
 
 def test_report_of_every_member_is_of_the_schema():
@@ -369,15 +377,15 @@ def test_report_of_every_member_is_of_the_schema():
         "w0", "idle", parts=CostParts(prefill=2.0), alternatives=(Alternative("w1", 0, 3.5, 16),)
     )
     with open_scope() as scope:
-        scope.record.name("mine-1")
+        scope.record.id = "mine-1"
         scope.record.received(refs, model="m", streams=False)
         items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
         scope.record.prepared(items, [4, 9], is_reported=True)
-        scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None)), ("tcp",)))
+        scope.record.sending(Sent(decision, TransferPath(STAGES["features"], PullTransport(None)), ("tcp",)))
         scope.timeline.add("decode", 0.01)
         scope.timeline.copied_bytes = 5
-        found = msgspec.json.decode(scope.record.report())
-    jsonschema.validate(found, json.loads(report.report_schema()))
-    assert found.keys() == set(report.Report.__struct_fields__)
+        found = msgspec.json.decode(request_report(scope.record))
+    jsonschema.validate(found, json.loads(report_schema()))
+    assert found.keys() == json.loads(report_schema())["$defs"]["Report"]["properties"].keys()
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**found, "items": [{}]}, json.loads(report.report_schema()))
+        jsonschema.validate({**found, "items": [{}]}, json.loads(report_schema()))

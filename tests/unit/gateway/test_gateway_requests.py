@@ -6,10 +6,17 @@ import msgspec
 import pytest
 
 from medialane.gateway import ShmTransport, TransferPath
-from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
-from medialane.gateway.requests.item_record import without_urls
-from medialane.gateway.requests.rates import BOUNDS_MS, Rates, Waits, series
+from medialane.gateway.http import usable_id
+from medialane.gateway.records import (
+    Rates,
+    RecentRequests,
+    RequestFilter,
+    RequestRecord,
+    Sent,
+    Waits,
+    request_view,
+    series,
+)
 from medialane.types.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaRef, MediaSize
@@ -23,7 +30,7 @@ SHM = TransferPath(STAGES["features"], ShmTransport(None))
 
 def record(*refs, model="m"):
     made = RequestRecord()
-    made.name("r1")
+    made.id = "r1"
     made.received(refs, model=model, streams=True)
     return made
 
@@ -61,19 +68,19 @@ def test_request_shows_what_it_waits_for():
     request = record(image(), image("b", url=SECRET_URL))
     first, second = request.items.values()
     with request.timeline.measure("upload"):
-        assert request.view().stage == "upload"
+        assert request_view(request).stage == "upload"
     with request.finding(image()) as own:
         own.enter("prepare")
         with request.finding(image("b", url=SECRET_URL)):
-            assert request.view().stage == "fetch", "the first of what its items wait for"
-            assert [item.stage for item in request.view().items] == ["prepare", "fetch"]
-        assert request.view().stage == "prepare"
+            assert request_view(request).stage == "fetch", "the first of what its items wait for"
+            assert [item.stage for item in request_view(request).items] == ["prepare", "fetch"]
+        assert request_view(request).stage == "prepare"
         own.add("decode", 0.020)
-    assert request.view().items[0].stages_ms == {"decode": 20.0}
+    assert request_view(request).items[0].stages_ms == {"decode": 20.0}
     with request.timeline.measure("route"):
-        assert request.view().stage == "route"
+        assert request_view(request).stage == "route"
     request.ended(is_disconnected=False)
-    view = request.view()
+    view = request_view(request)
     assert view.stage is None
     assert view.stages_ms["decode"] == 20.0
     assert first.outcome is None
@@ -90,7 +97,7 @@ def test_item_shows_how_it_was_found(is_hit, stages, outcome):
         for stage in stages:
             own.add(stage, 0.01)
     request.prepared([staged(image(), is_hit=is_hit)], [300], is_reported=False)
-    (item,) = request.view().items
+    (item,) = request_view(request).items
     assert (item.outcome, item.bytes, item.width, item.tokens, item.source) == (outcome, 4, 640, 300, "body")
 
 
@@ -101,23 +108,25 @@ def test_urls_hashes_and_salts_are_not_shown():
     error = MediaFetchFailed(f"cannot fetch {SECRET_URL} or data:image/png;base64,AAAA")
     request.failed(to_report(error), quotes_client=False)
     request.ended(is_disconnected=False)
-    shown = msgspec.json.encode(request.view(is_full=True)).decode()
+    shown = msgspec.json.encode(request_view(request, is_full=True)).decode()
     for secret in ("password", "secret", "path/to", "AAAA", "the-salt", "the-owner", HASH[:9]):
         assert secret not in shown
-    (item,) = request.view().items
+    (item,) = request_view(request).items
     assert (item.origin, item.hash) == ("cdn.example.com:8443", HASH[:8])
-    assert request.view().error.reason == "cannot fetch https://cdn.example.com:8443/... or data:..."
+    assert request_view(request).error.reason == "cannot fetch https://cdn.example.com:8443/... or data:..."
 
 
 def test_message_that_quotes_the_client_is_not_kept():
     request = record()
     request.failed(to_report(PromptRejected("the grammar 'my private words' is wrong")), quotes_client=True)
-    assert request.view().error.reason == ""
+    assert request_view(request).error.reason == ""
 
 
 @pytest.mark.parametrize("text", ["no URL: here", "3 of 4 workers", "messages[0].content[1]"])
 def test_message_without_urls_is_unchanged(text):
-    assert without_urls(text) == text
+    request = record()
+    request.failed(to_report(InvalidImage(text)), quotes_client=False)
+    assert request.error.reason == text
 
 
 def test_attempts_name_their_workers_and_how_they_ended():
@@ -130,7 +139,7 @@ def test_attempts_name_their_workers_and_how_they_ended():
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
     request.answered(delta, second, 9, {}, times=(time.perf_counter(), time.perf_counter()))
-    view = request.view(is_full=True)
+    view = request_view(request, is_full=True)
     assert [(each.worker, each.error) for each in view.attempts] == [
         ("w0", "worker_lost"),
         ("w9", "worker_draining"),
@@ -143,23 +152,22 @@ def test_attempts_name_their_workers_and_how_they_ended():
 
 @pytest.mark.parametrize("given", ["", "with space", "é", "a" * 129, "<script>"])
 def test_unusable_id_is_replaced(given):
-    request = RequestRecord()
-    request.name(given)
-    assert request.id != given
-    assert len(request.id) == 32
+    found = usable_id(given)
+    assert found != given
+    assert len(found) == 32
 
 
 def test_request_without_a_status_was_left_by_its_client():
     request = record()
     request.ended(is_disconnected=True)
-    assert (request.view().status, request.view().error.code) == (499, "client_disconnected")
+    assert (request_view(request).status, request_view(request).error.code) == (499, "client_disconnected")
 
 
 def test_error_of_the_app_has_its_status_as_code():
     request = record()
     request.status = 404
     request.ended(is_disconnected=False)
-    assert request.view().error.code == "404"
+    assert request_view(request).error.code == "404"
 
 
 def ended(recent, request):
@@ -237,13 +245,12 @@ def test_steps_older_than_a_quarter_of_an_hour_are_forgotten():
     assert rates.steps() == []
 
 
-@pytest.mark.parametrize(
-    ("bucket", "share", "expected"), [(0, 0.5, 1.0), (10, 0.5, 1536.0), (17, 1.0, BOUNDS_MS[-1] * 2)]
-)
-def test_percentile_lies_in_its_bucket(bucket, share, expected):
-    counts = [0] * (len(BOUNDS_MS) + 1)
-    counts[bucket] = 4
-    assert Waits(counts).percentile_ms(share) == expected
+@pytest.mark.parametrize(("ms", "share", "expected"), [(1, 0.5, 1.0), (1500, 0.5, 1536.0), (200_000, 1.0, 262144.0)])
+def test_percentile_lies_in_its_bucket(ms, share, expected):
+    waits = Waits()
+    for _ in range(4):
+        waits.count(ms)
+    assert waits.percentile_ms(share) == expected
 
 
 def test_ending_a_request_is_cheap():
@@ -262,11 +269,15 @@ def test_ending_a_request_is_cheap():
 
 @pytest.mark.parametrize("text", ["a" * 1_000_000, "a://" * 250_000, "http://u:" * 100_000, "a." * 500_000])
 def test_urls_are_removed_from_long_messages_in_time(text):
+    error = to_report(InvalidImage(text))
     started = time.thread_time()
-    without_urls(text)
+    record().failed(error, quotes_client=False)
     assert time.thread_time() - started < 0.1
 
 
 def test_url_that_is_cut_shows_no_password():
     for number in range(8150, 8200):
-        assert "secret" not in without_urls(f"http://h/{'x' * number} http://user:secret{'x' * 90}@host/")
+        request = record()
+        error = InvalidImage(f"http://h/{'x' * number} http://user:secret{'x' * 90}@host/")
+        request.failed(to_report(error), quotes_client=False)
+        assert "secret" not in request.error.reason

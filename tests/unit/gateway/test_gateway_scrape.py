@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from medialane.gateway import ScrapeMiddleware, WorkerPool, WorkerScrape
-from medialane.gateway.scrape import MIN_INTERVAL_S
+from medialane.gateway.http import MIN_INTERVAL_S
 from medialane.testing.fake_worker_link import FakeLink
 from waiting import eventually
 

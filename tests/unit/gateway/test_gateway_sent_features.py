@@ -6,8 +6,7 @@ from base64 import b64encode
 import pytest
 
 from medialane.gateway import References
-from medialane.gateway.intake import extract
-from medialane.gateway.intake.sent_features import placeholder_field
+from medialane.gateway.intake import extract, placeholder_field
 from medialane.media import MediaConfig
 from medialane.types.errors import InvalidBase64, InvalidRequest, TooManyMediaItems
 

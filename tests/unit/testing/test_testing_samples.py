@@ -7,9 +7,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from medialane.testing.sample_audio import sample_audio
-from medialane.testing.sample_images import sample_jpeg, sample_pixels
-from medialane.testing.sample_video import sample_video
+from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_pixels, sample_video
 
 
 @pytest.mark.parametrize(("rate", "container", "channels"), [(16000, "WAV", 1), (44100, "WAV", 2), (8000, "FLAC", 1)])

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 import medialane
-from medialane.gateway.intake.request_body import Part, RequestBody
+from medialane.gateway.intake.search import Part, RequestBody
 from medialane.media import MediaConfig
 from medialane.media.decoders import DECODERS
 from medialane.prepare import PrepareConfig
@@ -20,8 +20,7 @@ TABLES = {
     "types/media.py": "its name and decoded form; its parts in the APIs, its error, what its options may choose",
     "media/decoders.py": "how it is recognised, opened and decoded",
     "tools/check/limits.py": "items that `medialane check` tries a model with",
-    "tools/check/media.py": "items that `medialane check` sends",
-    "tools/check/tensor_items.py": "items of which `medialane check --tensors` compares the tensors",
+    "tools/check/media.py": "items that `medialane check` sends, and of which `--tensors` compares the tensors",
     "tools/check/kinds/chat.py": "cases of `medialane check`",
     "tools/check/kinds/pooling.py": "cases of `medialane check`",
     "vllm_bridge/engine/source_prompt.py": "vLLM's loader, for stage url",
@@ -43,8 +42,8 @@ ABOUT_ONE_MODALITY = {
     "tools/check/kinds/pooling_inputs.py": "cases of images and videos",
     "tools/check/kinds/speech.py": "speech",
     "gateway/gateway.py": "publishing decoded images",
-    "gateway/intake/form.py": "uploads of speech",
-    "gateway/intake/place.py": "vLLM's list of JPEG frames",
+    "gateway/intake/extraction.py": "uploads of speech",
+    "gateway/intake/places.py": "vLLM's list of JPEG frames",
     "gateway/intake/sent_features.py": "what one family calls an image",
     "gateway/intake/search.py": "Cohere's and Anthropic's images",
     "gateway/plain_hashes.py": "images whose pixels are converted, which their header says",
@@ -56,7 +55,7 @@ ABOUT_ONE_MODALITY = {
     "store/encoded_store.py": "images published for RDMA reads",
     "store/items.py": "the budget of images",
     "tools/compare/client.py": "the name of an uploaded file",
-    "tools/compare/stand_ins.py": "made-up media in place of recorded ones",
+    "tools/compare/traffic.py": "made-up media in place of recorded ones",
     "store/media_leases.py": "images, whose header has their size",
     "testing/fake_processor.py": "the fake processor's images",
     "testing/simulated/sequence.py": "the simulated engine's images",

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
-from medialane.testing.simulated.answer import FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS, answer_of
+from medialane.testing.simulated.sequence import FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS, answer_of
 from medialane.types.feature import MediaPayload, PlaceholderRange
 from medialane.types.request import EngineRequest, ExpandedPrompt
 

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.testing.simulated.embedding_store import EmbeddingStore
+from medialane.testing.simulated.encoder import EmbeddingStore
 
 
 def test_one_client_computes_a_new_item_and_others_wait():

@@ -1,5 +1,5 @@
-"""Searches a parsed body for the places of media (conversations, messages, parts), in order, by the kinds of parts that
-contain media.
+"""A request body, typed for the places where media can be, its values left as views of the original bytes; and the
+search for those places (conversations, messages, parts), in order, by the kinds of parts that contain media.
 
 A kind is identified by a member of the part. If vLLM also requires a certain `type`, so do we.
 """
@@ -7,33 +7,167 @@ A kind is identified by a member of the part. If vLLM also requires a certain `t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.gateway.intake.item_options import ItemOptions, decode_item
-from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlPlace, UuidPlace
-from medialane.gateway.intake.request_body import (
+from medialane.gateway.intake.places import (
+    Base64Place,
+    EmbedsPlace,
+    ItemOptions,
+    Place,
+    UrlPlace,
+    UuidPlace,
+    decode_item,
+)
+from medialane.gateway.intake.skeleton import (
     ABSENT,
     BRACE,
     BRACKET,
     EMPTY_STRING,
     NULL,
     QUOTE,
-    Message,
-    Part,
-    RequestBody,
     decode_members,
     decode_string,
     decode_values,
     first_byte,
     is_filled,
-    parts_with_media,
     string_or_none,
 )
 from medialane.types.media import MODALITIES, Modality, PartContent
 from medialane.types.tensor import UNNAMED
+
+#: JSON values other than objects and arrays.
+_Scalar = str | int | float | bool | None
+
+
+class _Object(msgspec.Struct, gc=False):
+    """Any object."""
+
+
+class Part(msgspec.Struct, gc=False):
+    """A content part of a message. In Anthropic's API, `image` has a source, and `tool_result` has parts of its own.
+
+    The members that can contain media come first: those of `core.modalities`, in its order.
+    """
+
+    image_url: msgspec.Raw = ABSENT
+    image_embeds: msgspec.Raw = ABSENT
+    video_url: msgspec.Raw = ABSENT
+    video_embeds: msgspec.Raw = ABSENT
+    audio_url: msgspec.Raw = ABSENT
+    input_audio: msgspec.Raw = ABSENT
+    audio_embeds: msgspec.Raw = ABSENT
+    source: msgspec.Raw = ABSENT
+    content: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
+    type: msgspec.Raw = ABSENT
+    uuid: msgspec.Raw = ABSENT
+
+
+class Message(msgspec.Struct, gc=False):
+    """A message, or an item of a response's input: a tool's result has its parts in `output`."""
+
+    content: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
+    output: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
+
+
+_Conversations = list[Message | list[Message | list[msgspec.Raw] | _Scalar] | _Scalar] | _Object | _Scalar
+#: A query or document to score, or a list of them: text, or an object with content.
+_Inputs = list[Message | list[msgspec.Raw] | _Scalar] | Message | _Scalar
+
+
+class Tool(msgspec.Struct, gc=False):
+    """A tool; a namespace of the Responses API has tools of its own."""
+
+    tools: list[msgspec.Raw] | _Object | _Scalar = None
+
+
+#: These members have their defaults in a part that cannot contain media, such as text.
+_NUM_HOLDERS = Part.__struct_fields__.index("content") + 1
+_HOLDS_NOTHING = astuple(Part())[:_NUM_HOLDERS]
+
+
+class RequestBody(msgspec.Struct):
+    """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
+    Requests for embeddings have either, or text or token ids in `input`; Cohere's have `texts`, `images` or `inputs`.
+
+    Media of a prompt of token ids are in `content_parts` (generate), processed items in `features`. Those of structured
+    decisions (`questions`) are in lists of URLs, which all belong to one prompt.
+
+    Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). Requests to score
+    have two of the members INPUTS, `inputs` excepted.
+    """
+
+    messages: _Conversations = None
+    input: _Conversations = None
+    tools: list[Tool | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
+    prompt: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    query: _Inputs = None
+    queries: _Inputs = None
+    documents: _Inputs = None
+    items: _Inputs = None
+    data_1: _Inputs = None
+    data_2: _Inputs = None
+    text_1: _Inputs = None
+    text_2: _Inputs = None
+    inputs: _Inputs = None
+    texts: msgspec.Raw = ABSENT
+    images: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    videos: msgspec.Raw = ABSENT
+    questions: msgspec.Raw = ABSENT
+    content_parts: list[msgspec.Raw] | _Object | _Scalar = None
+    features: msgspec.Raw = ABSENT
+    tokens: msgspec.Raw = ABSENT
+    token_ids: msgspec.Raw = ABSENT
+    cache_salt: msgspec.Raw = ABSENT
+    priority: msgspec.Raw = ABSENT
+    model: msgspec.Raw = ABSENT
+    stream: msgspec.Raw = ABSENT
+    request_id: msgspec.Raw = ABSENT
+    medialane: msgspec.Raw = ABSENT
+
+    def named_inputs(self) -> list[tuple[str, object]]:
+        """Return the members INPUTS that the request has, by name."""
+        return [(name, value) for name in INPUTS if (value := getattr(self, name)) is not None]
+
+    def bounded_inputs(self) -> list[tuple[str, object]]:
+        """Return them for a request that has two of them or `inputs`: one alone has another meaning, such as the
+        `documents` of a chat template."""
+        inputs = self.named_inputs()
+        return inputs if len(inputs) > 1 or self.inputs is not None else []
+
+
+#: Members with inputs that are encoded or scored one by one.
+INPUTS = ("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "inputs")
+
+#: Raises the exceptions in UNREADABLE.
+decode_body = msgspec.json.Decoder(RequestBody).decode
+_decode_priority = msgspec.json.Decoder(Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]).decode
+
+
+def parts_with_media(content: object) -> list[tuple[int, Part]]:
+    """Return the indexed parts of a message's content that can contain media. Text parts are skipped."""
+    if not isinstance(content, list):
+        return []
+    return [
+        (j, part)
+        for j, part in enumerate(content)
+        if isinstance(part, Part) and astuple(part)[:_NUM_HOLDERS] != _HOLDS_NOTHING
+    ]
+
+
+def priority_of(value: msgspec.Raw) -> int:
+    """Return a request's priority; 0, vLLM's default, for what vLLM does not accept."""
+    if value is ABSENT:
+        return 0
+    try:
+        priority: int = _decode_priority(value)
+    except msgspec.DecodeError:
+        return 0
+    return priority
 
 
 class _UrlObject(ItemOptions, forbid_unknown_fields=True):

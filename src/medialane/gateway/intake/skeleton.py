@@ -1,4 +1,5 @@
-"""Bodies: in UTF-8, without the base64 payloads in their strings (the skeleton), and with ranges replaced (edits)."""
+"""Bodies: in UTF-8, without the base64 payloads in their strings (the skeleton), and with ranges replaced (edits); and
+the raw values in them."""
 
 from __future__ import annotations
 
@@ -11,8 +12,23 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from medialane.gateway.intake.request_body import UNREADABLE, decode_string
 from medialane.types.errors import BodyTooLarge, InvalidMediaUrl
+
+#: The value of a missing member: a sentinel, compared with `is`.
+ABSENT = msgspec.Raw()
+NULL = msgspec.Raw(b"null")
+EMPTY_STRING = msgspec.Raw(b'""')
+
+#: What msgspec raises for bytes that are not JSON of the expected type, invalid UTF-8 and deep nesting included.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+#: First bytes of JSON strings, objects and arrays.
+QUOTE, BRACE, BRACKET = b'"{['
+
+#: These raise the exceptions in UNREADABLE.
+decode_string = msgspec.json.Decoder(str).decode
+decode_values = msgspec.json.Decoder(list[msgspec.Raw]).decode
+decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 #: The memory of a body.
 Buffer = bytes | bytearray | mmap.mmap
@@ -153,3 +169,17 @@ def _joined(parts: list[memoryview]) -> bytearray:
         into[at : at + len(part)] = np.frombuffer(part, np.uint8)
         at += len(part)
     return copy
+
+
+def first_byte(value: msgspec.Raw) -> int | None:
+    return None if value is ABSENT else memoryview(value)[0]
+
+
+def is_filled(value: msgspec.Raw) -> bool:
+    """Return whether the value is a non-empty string."""
+    view = memoryview(value)
+    return len(view) > 2 and view[0] == QUOTE
+
+
+def string_or_none(value: msgspec.Raw) -> str | None:
+    return decode_string(value) if first_byte(value) == QUOTE else None

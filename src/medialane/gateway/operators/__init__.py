@@ -1,35 +1,23 @@
-"""What operators see of all requests: state and requests as JSON, the page, and who may look."""
+"""What operators see of all requests: state and requests as JSON, and the page.
 
-from medialane.gateway.operators.decisions import decisions_page
-from medialane.gateway.operators.endpoints import OperatorEndpoints
-from medialane.gateway.operators.page_files import PageFiles
-from medialane.gateway.operators.part import Part, Whose, own_part
-from medialane.gateway.operators.sessions import Sessions
-from medialane.gateway.operators.state import (
-    HostView,
-    Limits,
-    OwnView,
-    State,
-    StoreView,
-    store_view,
-    whole_state,
-    worker_host,
-)
+`part` is what one gateway knows, `state` the parts of all added up, `endpoints` answers for both.
+"""
+
+from medialane.gateway.operators.endpoints import MAX_STREAMS, OperatorEndpoints, RequestList
+from medialane.gateway.operators.part import GatewayView, Limits, Part, own_part
+from medialane.gateway.operators.state import HostView, State, StoreView, whole_state, worker_host
 
 __all__ = [
+    "MAX_STREAMS",
+    "GatewayView",
     "HostView",
     "Limits",
     "OperatorEndpoints",
-    "OwnView",
-    "PageFiles",
     "Part",
-    "Sessions",
+    "RequestList",
     "State",
     "StoreView",
-    "Whose",
-    "decisions_page",
     "own_part",
-    "store_view",
     "whole_state",
     "worker_host",
 ]

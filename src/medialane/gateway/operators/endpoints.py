@@ -1,5 +1,4 @@
-"""The JSON API of the page, its event stream, the login, and the page's files
-(docs/reference/state.md).
+"""The page, its JSON API, its event stream, and the login (docs/reference/state.md).
 
 Theory of operation. A gateway that is asked makes its own part, and gets those of its siblings over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who
@@ -9,29 +8,45 @@ may look.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-from urllib.parse import parse_qsl, quote
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
-from medialane.gateway.gateway_metrics import AskOthers, no_others
-from medialane.gateway.operators.part import Part
-from medialane.gateway.operators.state import Limits, State
-from medialane.gateway.requests import RecentRequests, RequestFilter, RequestView
+from medialane.gateway.http.access import (
+    FILE_PATH,
+    LOGIN_PATH,
+    LOGOUT_PATH,
+    MAX_LOGIN_BYTES,
+    PAGE_PATH,
+    REQUEST_PATH,
+    REQUESTS_PATH,
+    STATE_PATH,
+    STREAM_PATH,
+    AccessKeys,
+)
+from medialane.gateway.http.asgi import JSON, NO_STORE, header, query_fields, send_response
+from medialane.gateway.http.health import Health
+from medialane.gateway.http.metrics import AskOthers, no_others
+from medialane.gateway.operators.part import GatewayView, Limits, Part, newest_decisions, own_part
+from medialane.gateway.operators.state import State, store_view, whole_state
+from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
+from medialane.gateway.worker_pool import WorkerPool
+from medialane.routing import Router
+from medialane.store import StoreLink
 from medialane.types.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
 from medialane.types.media import MODALITIES
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-STATE_PATH = "/medialane/state"
-STREAM_PATH = "/medialane/state/stream"
-REQUESTS_PATH = "/medialane/requests"
-REQUEST_PATH = "/medialane/requests/{id}"
-LOGIN_PATH = "/medialane/login"
-LOGOUT_PATH = "/medialane/logout"
 
 #: Between two events of a stream, and at least between two documents.
 INTERVAL_S = 1.0
@@ -42,9 +57,23 @@ MAX_LIMIT = 1000
 #: A wrong key is answered so much later.
 _WRONG_KEY_S = 0.3
 
-#: Longest body of a login.
-MAX_LOGIN_BYTES = 8192
+#: Listed decisions: 2 ms of the event loop.
+MAX_DECISIONS = 256
+#: How long is waited for new statistics of the store; then the last ones are shown.
+_REFRESH_S = 0.5
 
+_MEDIA_TYPES = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript",
+    ".css": b"text/css",
+    ".svg": b"image/svg+xml",
+}
+_PAGE_HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
 
 V = TypeVar("V")
 
@@ -60,41 +89,50 @@ class RequestList(msgspec.Struct):
     gateways_missing: list[str] = []
 
 
+class _PageFile(NamedTuple):
+    body: bytes
+    media_type: bytes
+    etag: bytes
+
+
 class OperatorEndpoints:
-    """`own_part` makes the part of this gateway, `state` the document of all parts. `begin_session` returns the
-    cookie for a key, None for a wrong one, `end_session` what removes it. Streams end when `is_stopping`."""
+    """Those of one gateway, which is `index` of its port. `store` is None if the model takes no media. Streams end when
+    `is_stopping`."""
 
     def __init__(
         self,
-        index: str,
-        recent: RecentRequests,
+        index: int,
         *,
-        own_part: Callable[[Limits], Awaitable[Part]],
-        state: Callable[[Mapping[str, Part | None], Limits], Awaitable[State]],
-        refresh: Callable[[], Awaitable[None]],
-        begin_session: Callable[[str, Scope], str | None],
-        end_session: Callable[[Scope], str],
+        model: str,
+        recent: RecentRequests,
+        workers: WorkerPool,
+        router: Router,
+        store: StoreLink | None,
+        health: Callable[[], Health],
+        keys: AccessKeys,
         ask_others: AskOthers = no_others,
         is_stopping: Callable[[], bool] = bool,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._index = index
+        self._index = str(index)
+        self._model = model
         self._recent = recent
-        self._own_part = own_part
-        self._state = state
-        self._refresh = refresh
-        self._begin_session = begin_session
-        self._end_session = end_session
+        self._workers = workers
+        self._router = router
+        self._store = store
+        self._health = health
+        self._keys = keys
         self._ask_others = ask_others
         self._is_stopping = is_stopping
         self._interval_s = interval_s
+        self._started_at = round(time.time(), 3)
         self._num_streams = 0
         self._documents: dict[Limits, tuple[float, bytes]] = {}
         self._making = asyncio.Lock()
 
     @property
     def routes(self) -> dict[str, ASGIApp]:
-        """By method and path."""
+        """By method and path; to be the last ones, since FILE_PATH is the path of others, too."""
         return {
             f"GET {STATE_PATH}": _Endpoint(self._send_state),
             f"GET {STREAM_PATH}": _Endpoint(self._send_stream),
@@ -102,6 +140,8 @@ class OperatorEndpoints:
             f"GET {REQUEST_PATH}": _Endpoint(self._send_request),
             f"POST {LOGIN_PATH}": _Endpoint(self._log_in),
             f"POST {LOGOUT_PATH}": _Endpoint(self._log_out),
+            f"GET {PAGE_PATH}": _Endpoint(_send_file),
+            f"GET {FILE_PATH}": _Endpoint(_send_file),
         }
 
     @property
@@ -109,26 +149,35 @@ class OperatorEndpoints:
         """What other gateways ask by `AskOthers`."""
         return dict.fromkeys(("part", "requests", "request"), self._answer)
 
+    def decisions(self, query: Mapping[str, str]) -> bytes:
+        """Return the last routing decisions with their reasons as JSON, as many as the query wants, with a hash of each
+        id: who may ask for decisions need not be the one to see what clients have named their requests. Raises
+        InvalidRequest."""
+        limit = _number({"limit": "100", **query}, "limit")
+        found = newest_decisions(self._recent, self._index, min(limit, MAX_DECISIONS))
+        hashed = [{"request_id_sha256": _hashed(decision.pop("request")), **decision} for decision in found]
+        return msgspec.json.encode({"decisions": hashed})
+
     async def _answer(self, path: str) -> bytes:
         """Raises MedialaneError."""
         what, _, query = path.partition("?")
-        fields = _fields(query)
+        fields = query_fields(query)
         if what == "part":
-            return msgspec.json.encode(await self._own_part(_limits(fields)))
+            return msgspec.json.encode(await self._part(_limits(fields), is_asked=False))
         if what == "requests":
             return msgspec.json.encode(RequestList(self._own_requests(*_wanted(fields))))
         record = self._recent.find(fields.get("id", ""))
-        return b"null" if record is None else msgspec.json.encode(record.view(self._index, is_full=True))
+        return b"null" if record is None else msgspec.json.encode(request_view(record, self._index, is_full=True))
 
     async def _send_state(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if "text/event-stream" in _header(scope, b"accept"):
+        if b"text/event-stream" in header(scope, b"accept"):
             return await self._send_stream(scope, receive, send)
-        limits = _limits(_fields(scope["query_string"].decode("latin-1")))
-        return await _send_json(send, await self._document(limits))
+        limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
+        return await send_response(send, 200, await self._document(limits), [JSON, NO_STORE])
 
     async def _send_requests(self, scope: Scope, _receive: Receive, send: Send) -> None:
         query = scope["query_string"].decode("latin-1")
-        wanted, limit = _wanted(_fields(query))
+        wanted, limit = _wanted(query_fields(query))
         listed, missing = self._own_requests(wanted, limit), []
         for index, answer in (await self._ask_others(f"requests?{query}")).items():
             if (theirs := _decoded(answer, RequestList)) is None:
@@ -136,7 +185,7 @@ class OperatorEndpoints:
             else:
                 listed += theirs.requests
         listed.sort(key=lambda view: (view.stage is not None, view.received_at), reverse=True)
-        await _send_json(send, msgspec.json.encode(RequestList(listed[:limit], missing)))
+        await send_response(send, 200, msgspec.json.encode(RequestList(listed[:limit], missing)), [JSON, NO_STORE])
 
     async def _send_request(self, scope: Scope, _receive: Receive, send: Send) -> None:
         request_id = scope["path_params"]["id"]
@@ -146,14 +195,14 @@ class OperatorEndpoints:
             found = next((answer for answer in others if answer not in (None, b"null")), None) or b"null"
         if found == b"null":
             raise NotFound("no request with this id is kept", param="id")
-        await _send_json(send, found)
+        await send_response(send, 200, found, [JSON, NO_STORE])
 
     def _own_requests(self, wanted: RequestFilter, limit: int) -> list[RequestView]:
         newest = self._recent.newest(wanted)
-        return [record.view(self._index) for record, _ in zip(newest, range(limit), strict=False)]
+        return [request_view(record, self._index) for record, _ in zip(newest, range(limit), strict=False)]
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits = _limits(_fields(scope["query_string"].decode("latin-1")))
+        limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
         with self._open_stream():
             document = await self._document(limits)
             headers = [
@@ -179,8 +228,8 @@ class OperatorEndpoints:
             made_at, document = self._documents.get(limits, (float("-inf"), b""))
             if now - made_at < self._interval_s * 0.9:
                 return document
-            others, _ = await asyncio.gather(self._ask_others(f"part?{_query(limits)}"), self._refresh())
-            parts: dict[str, Part | None] = {self._index: await self._own_part(limits)}
+            others, _ = await asyncio.gather(self._ask_others(f"part?{_query(limits)}"), self._refresh_store())
+            parts: dict[str, Part | None] = {self._index: await self._part(limits, is_asked=True)}
             parts |= {index: _decoded(answer, Part) for index, answer in others.items()}
             in_order = {index: parts[index] for index in sorted(parts, key=int)}
             await asyncio.sleep(0)
@@ -191,19 +240,48 @@ class OperatorEndpoints:
             self._documents[limits] = now, document
             return document
 
+    async def _part(self, limits: Limits, *, is_asked: bool) -> Part:
+        health = self._health()
+        own = GatewayView(
+            self._index,
+            is_asked,
+            up=True,
+            pid=os.getpid(),
+            started_at=self._started_at,
+            health=health.status,
+            problems=health.problems,
+        )
+        return await own_part(own, self._recent, self._workers, limits)
+
+    async def _state(self, parts: Mapping[str, Part | None], limits: Limits) -> State:
+        return await whole_state(
+            parts,
+            limits,
+            model=self._model,
+            endpoints=self._workers.endpoints(),
+            encoder_caches=self._router.encoder_cache_use(),
+            store=None if self._store is None else store_view(self._store),
+        )
+
+    async def _refresh_store(self) -> None:
+        if self._store is not None:
+            await self._store.refresh(_REFRESH_S)
+
     async def _log_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             login = msgspec.json.decode(await _body(receive), type=Login)
         except msgspec.DecodeError as error:
             raise InvalidRequest('the body must be {"key": "..."}', param="key") from error
-        cookie = self._begin_session(login.key, scope)
+        cookie = self._keys.session(login.key, scope)
         if cookie is None:
             await asyncio.sleep(_WRONG_KEY_S)
             raise InvalidKey("this is not the admin key of this server", param="key")
-        await _send_cookie(send, cookie)
+        await send_response(send, 204, headers=[(b"set-cookie", cookie.encode()), NO_STORE])
 
     async def _log_out(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        await _send_cookie(send, self._end_session(scope))
+        await send_response(
+            send, 204, headers=[(b"set-cookie", self._keys.sessions.no_cookie(scope).encode()), NO_STORE]
+        )
 
     @contextmanager
     def _open_stream(self) -> Iterator[None]:
@@ -261,36 +339,31 @@ async def _body(receive: Receive) -> bytes:
     return body
 
 
-async def _send_json(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": [*headers, _length(body)]})
-    await send({"type": "http.response.body", "body": body})
+async def _send_file(scope: Scope, _receive: Receive, send: Send) -> None:
+    """Send a file of the page. They have no data: anyone may read them, also to log in."""
+    file = _page_files().get(scope["path_params"].get("file", "index.html"))
+    if file is None:
+        raise NotFound("there is no such page")
+    headers = [*_PAGE_HEADERS, (b"etag", file.etag)]
+    if file.etag in header(scope, b"if-none-match"):
+        return await send_response(send, 304, headers=headers)
+    return await send_response(send, 200, file.body, [*headers, (b"content-type", file.media_type)])
 
 
-async def _send_cookie(send: Send, cookie: str) -> None:
-    headers = [(b"set-cookie", cookie.encode()), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
+@cache
+def _page_files() -> dict[str, _PageFile]:
+    """Return the files by name. Read once: a package does not change while it runs."""
+    found = {}
+    for file in files("medialane.gateway").joinpath("page").iterdir():
+        media_type = _MEDIA_TYPES.get(PurePath(file.name).suffix)
+        if media_type is not None:
+            body = file.read_bytes()
+            found[file.name] = _PageFile(body, media_type, b'"%b"' % hashlib.sha256(body).hexdigest()[:16].encode())
+    return found
 
 
 async def _send_piece(send: Send, piece: bytes) -> None:
     await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-def _length(body: bytes) -> tuple[bytes, bytes]:
-    return b"content-length", str(len(body)).encode()
-
-
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
-
-
-def _fields(query: str) -> dict[str, str]:
-    """Raises InvalidRequest."""
-    try:
-        return dict(parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=16))
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise InvalidRequest("the query is not valid, or has too many parameters") from error
 
 
 def _limits(fields: Mapping[str, str]) -> Limits:
@@ -336,3 +409,7 @@ def _truth(fields: Mapping[str, str], name: str) -> bool:
     if fields[name] not in ("true", "false"):
         raise InvalidRequest(f"{name} must be true or false", param=name)
     return fields[name] == "true"
+
+
+def _hashed(request_id: object) -> str:
+    return hashlib.sha256(str(request_id).encode()).hexdigest()

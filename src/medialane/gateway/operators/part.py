@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
-from medialane.gateway.operators.decisions import newest_decisions
-from medialane.gateway.requests import ItemRecord, RecentRequests, RequestRecord, RequestView
-from medialane.gateway.requests.rates import Step, Waits
+from medialane.gateway.records import (
+    ItemRecord,
+    RecentRequests,
+    RequestFilter,
+    RequestRecord,
+    RequestView,
+    Step,
+    Waits,
+    request_view,
+    routing_report,
+)
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.types.request import WorkerState
 
@@ -61,19 +71,41 @@ class Group(msgspec.Struct):
             self.tenants.add(name)
 
 
-class LiveStageCount(msgspec.Struct):
+class GatewayView(msgspec.Struct, frozen=True):
+    """One gateway of the port. That is `asked` which answers; one that is not `up` has not answered it."""
+
+    index: str
+    asked: bool
+    up: bool
+    pid: int | None = None
+    started_at: float | None = None
+    live: int | None = None
+    health: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+class StageView(msgspec.Struct):
+    """Requests that run, by what they wait for."""
+
+    stage: str
     num: int = 0
     oldest_ms: float = 0.0
 
+    def add(self, num: int, oldest_ms: float) -> None:
+        self.num += num
+        self.oldest_ms = max(self.oldest_ms, oldest_ms)
 
-class ErrorSample(msgspec.Struct, frozen=True):
-    """The last request with an error of one code, and some tenants that had it."""
 
-    status: int
-    last_at: float
-    reason: str
-    tenants: tuple[str, ...]
-    last_request: str
+class ErrorGroup(msgspec.Struct, frozen=True):
+    """Requests that have failed with one code, the last of them, and some tenants that had it."""
+
+    code: str
+    num: int
+    status: int | None = None
+    last_at: float | None = None
+    reason: str = ""
+    tenants: tuple[str, ...] = ()
+    last_request: str | None = None
 
 
 class WorkerPart(msgspec.Struct, frozen=True):
@@ -81,14 +113,17 @@ class WorkerPart(msgspec.Struct, frozen=True):
     in_flight: int
 
 
+class Limits(NamedTuple):
+    """Most workers, running requests and decisions that are listed."""
+
+    workers: int = 100
+    live: int = 50
+    decisions: int = 20
+
+
 class Part(msgspec.Struct):
-    index: str
-    pid: int
-    started_at: float
-    health: str
-    problems: tuple[str, ...]
-    num_live: int
-    stages: dict[str, LiveStageCount]
+    gateway: GatewayView
+    stages: dict[str, StageView]
     live: list[RequestView]
     steps: list[Step]
     items: dict[str, int]
@@ -99,25 +134,12 @@ class Part(msgspec.Struct):
     by_worker: dict[str, Group]
     by_tenant: dict[str, Group]
     by_origin: dict[str, Group]
-    errors: dict[str, ErrorSample]
+    errors: dict[str, ErrorGroup]
     decisions: list[dict[str, object]]
 
 
-class Whose(msgspec.Struct, frozen=True):
-    """Which gateway it is, and how it is."""
-
-    index: str
-    pid: int
-    started_at: float
-    health: str = "ok"
-    problems: tuple[str, ...] = ()
-
-
-async def own_part(
-    recent: RecentRequests, workers: WorkerPool, whose: Whose, *, num_live: int = 50, num_decisions: int = 20
-) -> Part:
-    """Return the part of this gateway, with at most so many requests that run and decisions. A thousand requests take
-    10 ms: in between, the event loop goes on."""
+async def own_part(gateway: GatewayView, recent: RecentRequests, workers: WorkerPool, limits: Limits) -> Part:
+    """Return the part of this gateway. A thousand requests take 10 ms: in between, the event loop goes on."""
     sums = _Sums()
     live = recent.live
     for number, record in enumerate(live, 1):
@@ -127,16 +149,12 @@ async def own_part(
         sums.add_ended(record)
         await let_others_run(number)
     await asyncio.sleep(0)
+    steps = recent.rates.steps()
     return Part(
-        index=whose.index,
-        pid=whose.pid,
-        started_at=whose.started_at,
-        health=whose.health,
-        problems=whose.problems,
-        num_live=len(live),
+        gateway=msgspec.structs.replace(gateway, live=len(live)),
         stages=sums.stages,
-        live=[record.view(whose.index) for record in live[:num_live]],
-        steps=recent.rates.steps(),
+        live=[request_view(record, gateway.index) for record in live[: limits.live]],
+        steps=steps,
         items=dict(sums.items),
         embeddings=dict(sums.embeddings),
         prompt_tokens=sums.prompt_tokens,
@@ -148,14 +166,35 @@ async def own_part(
         by_worker=sums.workers,
         by_tenant=sums.tenants,
         by_origin=sums.origins,
-        errors=_samples(recent.errors()),
-        decisions=newest_decisions(recent, whose.index, num_decisions),
+        errors=_errors(steps, recent.errors()),
+        decisions=newest_decisions(recent, gateway.index, limits.decisions),
     )
+
+
+def newest_decisions(recent: RecentRequests, gateway: str, number: int) -> list[dict[str, object]]:
+    """Return the last routing decisions of this gateway with their reasons, those of the newest request first."""
+    return list(islice(_decisions(recent, gateway), number))
+
+
+def _decisions(recent: RecentRequests, gateway: str) -> Iterator[dict[str, object]]:
+    for record in recent.newest(RequestFilter()):
+        for attempt in reversed(record.attempts):
+            if (decision := attempt.decision) is not None:
+                yield {
+                    "request": record.id,
+                    "gateway": gateway,
+                    "time": round(attempt.chosen_at, 3),
+                    "sent": attempt.is_sent,
+                    "error": attempt.error,
+                    "policy": decision.policy,
+                    **msgspec.structs.asdict(routing_report(decision, attempt.engine_cached_tokens)),
+                    "first_token_ms": attempt.first_token_ms,
+                }
 
 
 class _Sums:
     def __init__(self) -> None:
-        self.stages: dict[str, LiveStageCount] = {}
+        self.stages: dict[str, StageView] = {}
         self.items: Counter[str] = Counter()
         self.embeddings: Counter[str] = Counter()
         self.prompt_tokens = self.cached_tokens = 0
@@ -164,9 +203,8 @@ class _Sums:
         self.origins: dict[str, Group] = {}
 
     def add_live(self, record: RequestRecord) -> None:
-        stage = self.stages.setdefault(record.stage or "answer", LiveStageCount())
-        stage.num += 1
-        stage.oldest_ms = max(stage.oldest_ms, round(record.stage_ms, 1))
+        stage = record.stage or "answer"
+        self.stages.setdefault(stage, StageView(stage)).add(1, round(record.stage_ms, 1))
         if record.worker is not None and (group := _group(self.workers, record.worker)) is not None:
             group.live += 1
             if record.timeline.current == "prefill":
@@ -234,24 +272,25 @@ def _group(groups: dict[str, Group], name: str) -> Group | None:
     return groups.setdefault(name, Group())
 
 
-def _samples(failed: Iterable[RequestRecord]) -> dict[str, ErrorSample]:
-    """Return the last request of each code; `failed` are the newest first."""
+def _errors(steps: Iterable[Step], failed: Iterable[RequestRecord]) -> dict[str, ErrorGroup]:
+    """Return how often each code was counted, with its last request that is kept; `failed` are the newest first."""
+    numbers: Counter[str] = Counter()
+    for step in steps:
+        numbers.update(step.codes)
     last: dict[str, RequestRecord] = {}
     tenants: dict[str, dict[str, None]] = {}
     for record in failed:
-        if record.error is None:
+        if record.error is None or record.error.code not in numbers:
             continue
         last.setdefault(record.error.code, record)
         named = tenants.setdefault(record.error.code, {})
         if record.tenant is not None and len(named) < _MAX_TENANTS:
             named[record.tenant] = None
-    return {
-        code: ErrorSample(
-            record.status or 0,
-            round(record.received_at + record.total_ms / 1000, 3),
-            "" if record.error is None else record.error.reason,
-            tuple(tenants[code]),
-            record.id,
-        )
-        for code, record in last.items()
-    }
+    return {code: _error(code, num, last.get(code), tenants.get(code, ())) for code, num in numbers.items()}
+
+
+def _error(code: str, num: int, last: RequestRecord | None, tenants: Iterable[str]) -> ErrorGroup:
+    if last is None or last.error is None:
+        return ErrorGroup(code, num)
+    last_at = round(last.received_at + last.total_ms / 1000, 3)
+    return ErrorGroup(code, num, last.status or 0, last_at, last.error.reason, tuple(tenants), last.id)

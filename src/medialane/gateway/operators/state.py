@@ -7,15 +7,24 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
-from medialane.gateway.operators.part import WINDOW_S, ErrorSample, Group, LiveStageCount, Part, let_others_run
-from medialane.gateway.requests import RequestView
-from medialane.gateway.requests.rates import Series, series
+import medialane
+from medialane.gateway.operators.part import (
+    WINDOW_S,
+    ErrorGroup,
+    GatewayView,
+    Group,
+    Limits,
+    Part,
+    StageView,
+    let_others_run,
+)
+from medialane.gateway.records import RequestView, Series, series
+from medialane.store import StoreLink
 from medialane.types.request import Endpoint, WorkerRole, WorkerState
-from medialane.types.stats import StoreStats
 
 #: In the order in which requests are in them.
 STAGES = (
@@ -30,17 +39,6 @@ _HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/(?:encoder-)?\d+
 _STORES = {"shm": "gateway's", "pull": "own", "inline": "none"}
 
 Transport = Literal["shm", "pull", "inline"]
-
-
-class GatewayView(msgspec.Struct, frozen=True):
-    index: str
-    asked: bool
-    up: bool
-    pid: int | None = None
-    started_at: float | None = None
-    live: int | None = None
-    health: str | None = None
-    problems: tuple[str, ...] = ()
 
 
 class HostView(msgspec.Struct, frozen=True):
@@ -133,26 +131,10 @@ class CachesView(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class StageView(msgspec.Struct, frozen=True):
-    stage: str
-    num: int
-    oldest_ms: float
-
-
 class LiveView(msgspec.Struct, frozen=True):
     num: int
     stages: list[StageView]
     listed: list[RequestView]
-
-
-class ErrorGroup(msgspec.Struct, frozen=True):
-    code: str
-    num: int
-    status: int | None = None
-    last_at: float | None = None
-    reason: str = ""
-    tenants: tuple[str, ...] = ()
-    last_request: str | None = None
 
 
 class GroupView(msgspec.Struct, frozen=True):
@@ -188,46 +170,38 @@ class State(msgspec.Struct, frozen=True):
     decisions: list[dict[str, object]]
 
 
-class Limits(NamedTuple):
-    """Most workers, running requests and decisions that are listed."""
-
-    workers: int = 100
-    live: int = 50
-    decisions: int = 20
-
-
-class OwnView(NamedTuple):
-    """What the gateway that is asked sees of the server itself: its workers, how many embeddings are in their encoder
-    caches and how many fit, and the store of its host."""
-
-    version: str
-    model: str
-    endpoints: Sequence[Endpoint]
-    encoder_caches: Mapping[str, tuple[int, int]]
-    store: StoreView | None
-
-
 async def whole_state(
-    own: OwnView, parts: Mapping[str, Part | None], asked: str, limits: Limits, *, now: float | None = None
+    parts: Mapping[str, Part | None],
+    limits: Limits,
+    *,
+    model: str,
+    endpoints: Sequence[Endpoint],
+    encoder_caches: Mapping[str, tuple[int, int]],
+    store: StoreView | None,
+    now: float | None = None,
 ) -> State:
-    """Return the state of the server. `parts` are those of all gateways of the port, None of those that are down."""
+    """Return the state of the server. `parts` are those of all gateways of the port, None of those that are down. What
+    the gateway that is asked sees of the server itself: `endpoints` are its workers, `encoder_caches` how many
+    embeddings are in those of each and how many fit, `store` is that of its host."""
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
     by_worker = _sum_groups(part.by_worker for part in known)
     await asyncio.sleep(0)
     views = []
-    for number, endpoint in enumerate(own.endpoints, 1):
-        views.append(_worker(endpoint, own, known, by_worker.get(endpoint.worker_id, Group())))
+    for number, endpoint in enumerate(endpoints, 1):
+        views.append(_worker(endpoint, encoder_caches, known, by_worker.get(endpoint.worker_id, Group())))
         await let_others_run(number)
     await asyncio.sleep(0)
     return State(
         time=round(now, 3),
-        version=own.version,
-        model=own.model,
+        version=medialane.__version__,
+        model=model,
         window_s=WINDOW_S,
-        gateways=[_gateway(index, part, asked) for index, part in parts.items()],
+        gateways=[
+            GatewayView(index, asked=False, up=False) if part is None else part.gateway for index, part in parts.items()
+        ],
         hosts=_hosts(views),
-        store=own.store,
+        store=store,
         workers=_workers([view for view in views if view.role == "worker"], limits.workers),
         encoders=_workers([view for view in views if view.role == "encoder"], limits.workers),
         caches=CachesView(
@@ -247,10 +221,12 @@ async def whole_state(
     )
 
 
-def store_view(stats: StoreStats | None, problem: str | None, *, has_started: bool) -> StoreView:
-    """Return the store as its last statistics have it; None if it is not connected."""
-    if stats is None:
-        return StoreView("lost", problem)
+def store_view(store: StoreLink) -> StoreView:
+    """Return the store as its last statistics have it."""
+    status = store.status
+    if status is None:
+        return StoreView("lost", store.problem)
+    stats = status.stats
     arena, pool, leases = stats.arena, stats.preparers, stats.leases
     kinds = {
         "encoded": arena.encoded_bytes,
@@ -259,8 +235,8 @@ def store_view(stats: StoreStats | None, problem: str | None, *, has_started: bo
         "embeddings": arena.embedded_bytes,
     }
     return StoreView(
-        "ready" if has_started else "starting",
-        problem,
+        "ready" if status.has_started else "starting",
+        status.problem,
         ArenaView(
             arena.size_bytes,
             arena.free_bytes,
@@ -294,25 +270,12 @@ def worker_host(name: str) -> str:
     return match["host"] if match else name
 
 
-def _gateway(index: str, part: Part | None, asked: str) -> GatewayView:
-    if part is None:
-        return GatewayView(index, index == asked, up=False)
-    return GatewayView(
-        index,
-        index == asked,
-        up=True,
-        pid=part.pid,
-        started_at=round(part.started_at, 3),
-        live=part.num_live,
-        health=part.health,
-        problems=part.problems,
-    )
-
-
-def _worker(endpoint: Endpoint, own: OwnView, parts: Sequence[Part], group: Group) -> WorkerView:
+def _worker(
+    endpoint: Endpoint, encoder_caches: Mapping[str, tuple[int, int]], parts: Sequence[Part], group: Group
+) -> WorkerView:
     name, card, ranks = endpoint.worker_id, endpoint.card, endpoint.num_ranks
-    at = {part.index: part.workers[name] for part in parts if name in part.workers}
-    cache = own.encoder_caches.get(name)
+    at = {part.gateway.index: part.workers[name] for part in parts if name in part.workers}
+    cache = encoder_caches.get(name)
     transport: Transport = "shm" if endpoint.same_host else "pull" if endpoint.can_pull else "inline"
     return WorkerView(
         name=name,
@@ -372,33 +335,25 @@ def _host(name: str, views: Sequence[WorkerView]) -> HostView:
 
 
 def _live(parts: Sequence[Part], limit: int) -> LiveView:
-    stages: dict[str, LiveStageCount] = {}
+    stages: dict[str, StageView] = {}
     for part in parts:
-        for name, count in part.stages.items():
-            stage = stages.setdefault(name, LiveStageCount())
-            stage.num += count.num
-            stage.oldest_ms = max(stage.oldest_ms, count.oldest_ms)
+        for name, each in part.stages.items():
+            stages.setdefault(name, StageView(name)).add(each.num, each.oldest_ms)
     listed = sorted((view for part in parts for view in part.live), key=lambda view: view.received_at)
-    in_order = [StageView(name, stages[name].num, stages[name].oldest_ms) for name in STAGES if name in stages]
-    return LiveView(sum(part.num_live for part in parts), in_order, listed[:limit])
+    num = sum(part.gateway.live or 0 for part in parts)
+    return LiveView(num, [stages[name] for name in STAGES if name in stages], listed[:limit])
 
 
 def _errors(parts: Sequence[Part]) -> list[ErrorGroup]:
-    numbers = _sum(step.codes for part in parts for step in part.steps)
-    samples: dict[str, ErrorSample] = {}
+    """Return the errors by code, the most frequent first, each with its last request."""
+    groups: dict[str, ErrorGroup] = {}
     for part in parts:
-        for code, sample in part.errors.items():
-            if code not in samples or samples[code].last_at < sample.last_at:
-                samples[code] = sample
-    groups = []
-    for code, number in sorted(numbers.items(), key=lambda each: -each[1]):
-        known = samples.get(code)
-        groups.append(
-            ErrorGroup(code, number)
-            if known is None
-            else ErrorGroup(code, number, known.status, known.last_at, known.reason, known.tenants, known.last_request)
-        )
-    return groups
+        for code, group in part.errors.items():
+            known = groups.get(code, group)
+            last = known if (known.last_at or 0.0) >= (group.last_at or 0.0) else group
+            num = group.num if known is group else known.num + group.num
+            groups[code] = msgspec.structs.replace(last, num=num)
+    return sorted(groups.values(), key=lambda group: -group.num)
 
 
 def _groups(of_parts: Iterable[Mapping[str, Group]]) -> list[GroupView]:

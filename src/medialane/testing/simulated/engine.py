@@ -15,12 +15,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
-from medialane.testing.simulated.answer import token_texts
 from medialane.testing.simulated.block_pool import BlockPool
 from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.encoder_cache import EncoderCache
+from medialane.testing.simulated.encoder import EncoderCache
 from medialane.testing.simulated.scheduler import Scheduler, Step
-from medialane.testing.simulated.sequence import SimulatedParams, SimulatedSequence, sequence_of
+from medialane.testing.simulated.sequence import SimulatedParams, SimulatedSequence, sequence_of, token_texts
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerBusy, WorkerLost
 from medialane.types.feature import EmbeddingUse

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from medialane.testing.simulated.block_pool import Block, BlockPool
-from medialane.testing.simulated.encoder_cache import EncoderCache
+from medialane.testing.simulated.encoder import EncoderCache
 from medialane.testing.simulated.sequence import SimulatedSequence
 from medialane.types.kv_events import KvEvent
 

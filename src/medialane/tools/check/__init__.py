@@ -6,17 +6,24 @@ process of its own, and alone imports vLLM.
 
 from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Upload, reason_in
 from medialane.tools.check.client import CheckClient
-from medialane.tools.check.comparison import compare
+from medialane.tools.check.display import show, show_tensors
+from medialane.tools.check.media import items_named
 from medialane.tools.check.progress import CheckProgress
-from medialane.tools.check.results import CaseResult, CheckReport, decode, encode
+from medialane.tools.check.results import CaseResult, CheckReport, compare, decode, encode
 from medialane.tools.check.run import run_check
-from medialane.tools.check.server_process import ServerProcess, free_port, log_tail, plain_vllm, server_process
-from medialane.tools.check.servers import Launch, Setup, Start, medialane_process, plain_process
-from medialane.tools.check.table import show
-from medialane.tools.check.tensor_items import items_named
-from medialane.tools.check.tensor_report import TensorReport
-from medialane.tools.check.tensor_table import show_tensors
-from medialane.tools.check.tensors import compare_tensors
+from medialane.tools.check.servers import (
+    Launch,
+    ServerProcess,
+    Setup,
+    Start,
+    free_port,
+    log_tail,
+    medialane_process,
+    plain_process,
+    plain_vllm,
+    server_process,
+)
+from medialane.tools.check.tensors import TensorReport, compare_tensors
 
 __all__ = [
     "Answer",

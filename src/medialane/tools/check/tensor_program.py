@@ -20,9 +20,9 @@ from medialane.cluster.placement import installed_version
 from medialane.media import MediaConfig, decode, sniff
 from medialane.runtime.phase import Phase, enter_phase, report_phase
 from medialane.runtime.private_file import write_private
+from medialane.tools.check.media import items_named
 from medialane.tools.check.results import encode
-from medialane.tools.check.tensor_items import items_named
-from medialane.tools.check.tensor_report import ItemTensors, Source, TensorReport, TensorTask
+from medialane.tools.check.tensors import ItemTensors, Source, TensorReport, TensorTask
 from medialane.types.errors import StartupFailed
 from medialane.types.media import Decoded, Modality
 from medialane.types.stage import RAW_STAGE

@@ -8,13 +8,10 @@ alone follow the figures of a side (`summary`) and whether the answers agree (`a
 is written as JSON and shown as a `table`.
 """
 
-from medialane.tools.compare.comparison import Comparison, sides_of
+from medialane.tools.compare.comparison import Comparison, Pace, sides_of
 from medialane.tools.compare.journal import Journal, Manifest, Turn, TurnFacts
-from medialane.tools.compare.replay import Pace
 from medialane.tools.compare.reply import Reply, Served, read_document, read_stream
-from medialane.tools.compare.report import CompareReport, make_report
-from medialane.tools.compare.summary import Slo
-from medialane.tools.compare.table import show
+from medialane.tools.compare.report import CompareReport, Slo, make_report, show
 from medialane.tools.compare.traffic import Traffic, TrafficRequest, UnusableLine, read_traffic
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.tools.check.comparison import compare
+from medialane.tools.check.results import compare
 from medialane.tools.compare.reply import Reply
 from medialane.tools.compare.traffic import Traffic
 

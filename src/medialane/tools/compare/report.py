@@ -1,18 +1,301 @@
-"""The report of a comparison: what is written as JSON and shown as a table."""
+"""The report of a comparison: figures by which two sides are compared, what the answers are, notes; as JSON and as a
+table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from typing import Final, Literal, NamedTuple
 
 import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from medialane import __version__
-from medialane.runtime.host import versions
+from medialane.runtime.host import percentile, versions
 from medialane.tools.compare.agreement import Agreement, agreement
 from medialane.tools.compare.journal import Manifest, Turn
-from medialane.tools.compare.summary import SideSummary, Slo, summarize
+from medialane.tools.compare.reply import Reply, Served
 from medialane.tools.compare.traffic import Traffic
+
+#: vLLM's metrics, which medialane's gateway has as well, by our names for them.
+COUNTERS: Final = {
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:prefix_cache_hits_total": "prefix_hits",
+    "vllm:mm_cache_queries_total": "mm_queries",
+    "vllm:mm_cache_hits_total": "mm_hits",
+    "vllm:num_preemptions_total": "preemptions",
+}
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What a request must keep to count for the goodput; the defaults are those of vLLM's dashboards."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+
+    def is_kept(self, reply: Reply) -> bool:
+        """A reply that is not streamed has to be there whole within the time to the first token."""
+        first_s = reply.ttft_s if reply.ttft_s is not None else reply.seconds
+        return reply.succeeded and first_s <= self.ttft_s and (reply.tpot_s or 0.0) <= self.tpot_s
+
+
+class Spread(msgspec.Struct, frozen=True):
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        known = [value for value in values if value is not None]
+        if not known:
+            return None
+        return cls(statistics.fmean(known), *(percentile(known, share) for share in (0.5, 0.9, 0.99)))
+
+
+class SideSummary(msgspec.Struct, frozen=True):
+    """What one server made of the traffic; None is what it does not say, or what does not apply.
+
+    `prefix_share` is the part of the prompts' tokens that was in the KV cache, `mm_share` that of the items that vLLM's
+    cache of processed media had. `caches`, `embeddings`, `copied_bytes` (for each request with media) and `steps_ms`
+    (mean durations) are medialane's. `late_s` is how much later than they should have been requests were sent (p99):
+    what the client could not keep up with.
+    """
+
+    name: str
+    num_requests: int
+    num_succeeded: int
+    errors: dict[str, int]
+    wall_s: float
+    num_parts: int
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    seconds: Spread | None
+    goodput_per_s: float
+    slo_share: float
+    cpu_s_per_request: float | None
+    prefix_share: float | None
+    mm_share: float | None
+    preemptions: int | None
+    caches: dict[str, int]
+    embeddings: dict[str, int]
+    ways: dict[str, int]
+    copied_bytes: float | None
+    steps_ms: dict[str, float]
+    late_s: float
+
+
+def summarize(name: str, turns: Sequence[Turn], slo: Slo) -> SideSummary:
+    replies = [reply for turn in turns for reply in turn.replies]
+    good = [reply for reply in replies if reply.succeeded]
+    wall_s = sum(turn.facts.wall_s for turn in turns)
+    cpus = [turn.facts.cpu_s for turn in turns]
+    known_cpu = [cpu for cpu in cpus if cpu is not None]
+    counters: Counter[str] = Counter()
+    for turn in turns:
+        counters.update(turn.facts.counters)
+    served = [reply.served for reply in good if reply.served is not None]
+    with_media = [each for each in served if each.caches]
+    num_kept = sum(map(slo.is_kept, replies))
+    return SideSummary(
+        name=name,
+        num_requests=len(replies),
+        num_succeeded=len(good),
+        errors=dict(Counter(_reason(reply) for reply in replies if not reply.succeeded).most_common(10)),
+        wall_s=wall_s,
+        num_parts=max((turn.facts.num_parts for turn in turns), default=0),
+        requests_per_s=_rate(len(good), wall_s),
+        output_tokens_per_s=_rate(sum(reply.num_tokens for reply in good), wall_s),
+        prompt_tokens=sum(reply.prompt_tokens for reply in good),
+        output_tokens=sum(reply.num_tokens for reply in good),
+        ttft_s=Spread.of(reply.ttft_s for reply in good),
+        tpot_s=Spread.of(reply.tpot_s for reply in good),
+        seconds=Spread.of(reply.seconds for reply in good),
+        goodput_per_s=_rate(num_kept, wall_s),
+        slo_share=num_kept / len(replies) if replies else 0.0,
+        cpu_s_per_request=sum(known_cpu) / len(replies) if replies and len(known_cpu) == len(cpus) else None,
+        prefix_share=_share(counters, "prefix_hits", "prefix_queries"),
+        mm_share=_share(counters, "mm_hits", "mm_queries"),
+        preemptions=round(counters["preemptions"]) if "preemptions" in counters else None,
+        caches=dict(Counter(cache for each in served for cache in each.caches)),
+        embeddings=dict(Counter(outcome for each in served for outcome in each.embeddings)),
+        ways=dict(Counter(f"{each.stage} ({each.transport})" for each in served if each.stage)),
+        copied_bytes=statistics.fmean(each.copied_bytes for each in with_media) if with_media else None,
+        steps_ms=_steps(served),
+        late_s=percentile([reply.late_s for reply in replies], 0.99) if replies else 0.0,
+    )
+
+
+def _steps(served: Sequence[Served]) -> dict[str, float]:
+    """Return the mean duration of each step, over all requests: one that has not had it counts 0."""
+    names = dict.fromkeys(name for each in served for name in each.times_ms)
+    return {name: statistics.fmean(each.times_ms.get(name, 0.0) for each in served) for name in names}
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds else 0.0
+
+
+def _share(counters: Counter[str], part: str, whole: str) -> float | None:
+    return counters[part] / counters[whole] if counters.get(whole) else None
+
+
+def _reason(reply: Reply) -> str:
+    return f"{reply.status or 'no response'}: {reply.error[:120]}"
+
+
+_Sense = Literal["lower", "higher", "none"]
+_Verdict = Literal["better", "worse", "same"]
+
+#: Nearer to one another, two figures of one run are the same.
+_SAME = 0.03
+_COLOURS: dict[_Verdict, str] = {"better": "green", "worse": "red", "same": "default"}
+_MAX_PARTINGS = 5
+#: Shorter steps are not shown.
+_LEAST_MS = 0.01
+
+
+def show(report: CompareReport, console: Console) -> None:
+    """Print the figures, then what the answers are, then notes."""
+    table = Table("", escape(report.baseline.name), escape(report.other.name), "ratio")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in _figures(report):
+        if each.baseline is None and each.other is None:
+            continue
+        coloured = f"[{_COLOURS[each.verdict]}]{each.ratio_text}[/]" if each.ratio_text else ""
+        table.add_row(each.name, each.text(each.baseline), each.text(each.other), coloured)
+    console.print(table)
+    for line in _lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _lines(report: CompareReport) -> Iterator[str]:
+    """Say in words what is not in the table."""
+    yield f"SLO: TTFT {_seconds(report.slo.ttft_s)}, TPOT {_seconds(report.slo.tpot_s)}"
+    yield f"answers: {_agreed(report.agreement)}"
+    for parting in report.agreement.partings[:_MAX_PARTINGS]:
+        texts = f": {parting.baseline[:40]!r}, {parting.other[:40]!r}" if parting.verdict == "parts" else ""
+        yield f"  {parting.id}: {parting.detail}{texts}"
+    for name, itself in report.itself.items():
+        yield f"{name} with its own second round: {_agreed(itself)}"
+    for side in report.sides:
+        for reason, count in side.errors.items():
+            yield f"{side.name}: {count} x {reason}"
+        for names in (side.ways, side.embeddings):
+            if names:
+                yield f"{side.name}: {', '.join(f'{count} {name}' for name, count in names.items())}"
+        if steps := [f"{name} {_seconds(ms / 1000)}" for name, ms in side.steps_ms.items() if ms >= _LEAST_MS]:
+            yield f"{side.name}, mean time: {', '.join(steps)}"
+    for note in report.notes:
+        yield f"note: {note}"
+
+
+def _agreed(found: Agreement) -> str:
+    """Say how many answers are equal, and what the others are."""
+    if not found.num_compared:
+        return "none to compare"
+    counts = [f"{found.counts.get('equal', 0)} of {found.num_compared} equal"]
+    if parted := found.counts.get("parts"):
+        counts.append(f"{parted} part ({found.common_share * 100:.1f} % of all tokens come before that)")
+    if refused := found.counts.get("refused"):
+        counts.append(f"{refused} refused by both")
+    if one := found.counts.get("answered_by_one"):
+        counts.append(f"{one} answered by one of them")
+    return ", ".join(counts)
+
+
+class _Figure(NamedTuple):
+    """A figure of both sides, None where it is not known; `text` is how one is written."""
+
+    name: str
+    baseline: float | None
+    other: float | None
+    unit: str = ""
+    sense: _Sense = "lower"
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the other to the baseline."""
+        return self.other / self.baseline if self.baseline and self.other is not None else None
+
+    @property
+    def ratio_text(self) -> str:
+        """Empty if it says nothing."""
+        return "" if self.ratio is None or self.sense == "none" else f"{self.ratio:.2f}x"
+
+    @property
+    def verdict(self) -> _Verdict:
+        """Of the other one."""
+        if self.ratio is None or self.sense == "none" or abs(self.ratio - 1) < _SAME:
+            return "same"
+        return "better" if (self.ratio < 1) == (self.sense == "lower") else "worse"
+
+    def text(self, value: float | None) -> str:
+        if value is None:
+            return "-"
+        match self.unit:
+            case "s":
+                return _seconds(value)
+            case "%":
+                return f"{value * 100:.0f} %" if value in (0, 1) else f"{value * 100:.1f} %"
+            case "bytes":
+                return _num_bytes(value)
+        return f"{value:,.0f}" if value == int(value) or value >= 1000 else f"{value:.3g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
+
+
+def _num_bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
+def _figures(report: CompareReport) -> Iterator[_Figure]:
+    a, b = report.baseline, report.other
+    yield _Figure("requests answered", a.num_succeeded, b.num_succeeded, sense="none")
+    yield _Figure("requests/s", a.requests_per_s, b.requests_per_s, sense=_if_free(report))
+    yield _Figure("output tokens/s", a.output_tokens_per_s, b.output_tokens_per_s, sense=_if_free(report))
+    yield _Figure("goodput, requests/s", a.goodput_per_s, b.goodput_per_s, sense="higher")
+    yield _Figure("within the SLO", a.slo_share, b.slo_share, "%", "higher")
+    for name, member in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("whole answer", "seconds")):
+        for share in ("p50", "p90", "p99"):
+            yield _Figure(f"{name} {share}", _of(a, member, share), _of(b, member, share), "s")
+    yield _Figure("CPU time per request", a.cpu_s_per_request, b.cpu_s_per_request, "s")
+    yield _Figure("bytes copied per request with media", a.copied_bytes, b.copied_bytes, "bytes")
+    yield _Figure("prompt tokens found in the KV cache", a.prefix_share, b.prefix_share, "%", "higher")
+    yield _Figure("items found processed (vLLM's cache)", a.mm_share, b.mm_share, "%", "none")
+    yield _Figure("items found processed (arena)", _hits(a), _hits(b), "%", "none")
+    yield _Figure("preemptions", a.preemptions, b.preemptions, sense="none")
+
+
+def _if_free(report: CompareReport) -> _Sense:
+    """At the times of the traffic, both servers do what is asked of them."""
+    return "higher" if report.pace.endswith("at a time") else "none"
+
+
+def _of(side: SideSummary, member: str, share: str) -> float | None:
+    spread: Spread | None = getattr(side, member)
+    return None if spread is None else float(getattr(spread, share))
+
+
+def _hits(side: SideSummary) -> float | None:
+    total = side.caches.get("hit", 0) + side.caches.get("miss", 0)
+    return side.caches.get("hit", 0) / total if total else None
+
 
 _LATE_S = 0.05
 _FEW = 20

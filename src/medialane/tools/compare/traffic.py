@@ -2,12 +2,18 @@
 
 A line is a request: `custom_id`, `method`, `url` and `body` (https://platform.openai.com/docs/guides/batch; in vLLM's
 `entrypoints/launchers/run_batch.py`, transcriptions have their file as `file_url`). Those of a recording (`--record`)
-have the member `medialane` as well (`gateway.recording`). Lines are read twice: once for times and names, and again,
-one by one, when requests are made, so that no file has to fit into memory.
+have the member `medialane` as well (`gateway.records.recording`). Lines are read twice: once for times and names, and
+again, one by one, when requests are made, so that no file has to fit into memory.
+
+Media for stand-ins are made: photo-like images, videos and tones of the recorded sizes, the same for the same key.
+Making an image takes dozens of milliseconds of a core that the compared servers need: it is made once, before the
+first turn, and read from a file when it is sent.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +23,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 from blake3 import blake3
+from pybase64 import b64encode
 
-from medialane.gateway.recording import FORMAT, parse_stand_in, with_media
-from medialane.tools.compare.stand_ins import StandIns
+from medialane.gateway import RECORDING_FORMAT, StandIn, parse_stand_in, with_media
+from medialane.runtime.private_file import write_private
+from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_video
 from medialane.types.errors import StartupFailed
 
 _MOST_BAD_LINES: Final = 10
@@ -67,7 +75,7 @@ class UnusableLine(Exception):
 
 class _Recorded(msgspec.Struct, frozen=True):
     at: float | None = None
-    format: int = FORMAT
+    format: int = RECORDING_FORMAT
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -142,7 +150,7 @@ def _head(raw: bytes) -> tuple[str, float | None]:
         raise ValueError(f"url is {head.url[:100]!r}, which has no path")
     if head.medialane is None:
         return head.custom_id, None
-    if head.medialane.format != FORMAT:
+    if head.medialane.format != RECORDING_FORMAT:
         raise ValueError("it was recorded by another release of medialane, in a format that this one does not know")
     return head.custom_id, head.medialane.at
 
@@ -164,3 +172,56 @@ def _ask(path: Path, number: int, place: tuple[int, int], stand_ins: StandIns) -
         return Ask(urlsplit(line.url).path, with_media(line.body, made))
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise UnusableLine(f"{path.name}, line {number}: {error}") from error
+
+
+_TYPES = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}
+#: Of media whose size was not recorded.
+_IMAGE, _VIDEO, _NUM_FRAMES, _SECONDS = (640, 480), (320, 240), 16, 3.0
+#: More are not made: a line of a file must not fill the memory.
+_MOST_PIXELS, _MOST_SIDE, _MOST_FRAMES, _MOST_SECONDS = 64 << 20, 16384, 768, 3600.0
+_SAMPLES_PER_S = 16000
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Media for stand-ins, kept in a folder. For any thread."""
+
+    folder: Path
+
+    def url(self, stand_in: StandIn) -> str:
+        return f"data:{_TYPES[stand_in.modality]};base64,{self.bare(stand_in)}"
+
+    def bare(self, stand_in: StandIn) -> str:
+        """Return the media as base64. Raises OSError if they cannot be kept."""
+        sizes = (stand_in.width, stand_in.height, stand_in.num_frames, stand_in.num_samples)
+        path = self.folder / f"{stand_in.modality}-{stand_in.key}-{'-'.join(map(str, sizes))}"
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            data = _made(stand_in)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            write_private(new, data)
+            os.replace(new, path)
+        return b64encode(data).decode()
+
+
+def _made(stand_in: StandIn) -> bytes:
+    seed = int(stand_in.key[:12], 16)
+    match stand_in.modality:
+        case "image":
+            return sample_jpeg(seed, *_size(stand_in, _IMAGE))
+        case "video":
+            width, height = _size(stand_in, _VIDEO)
+            frames = min(stand_in.num_frames or _NUM_FRAMES, _MOST_FRAMES)
+            return sample_video(seed, frames, max(16, width & ~1), max(16, height & ~1))
+        case "audio":
+            seconds = stand_in.num_samples / _SAMPLES_PER_S or _SECONDS
+            return sample_audio(100 + seed % 900_000 / 1000, min(seconds, _MOST_SECONDS))
+
+
+def _size(stand_in: StandIn, default: tuple[int, int]) -> tuple[int, int]:
+    if not (stand_in.width and stand_in.height):
+        return default
+    width, height = min(stand_in.width, _MOST_SIDE), min(stand_in.height, _MOST_SIDE)
+    return width, min(height, _MOST_PIXELS // width)

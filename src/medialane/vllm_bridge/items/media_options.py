@@ -26,7 +26,7 @@ IoOptions = Mapping[str, Mapping[str, object]]
 #: Default of vLLM's `VideoMediaIO`.
 DEFAULT_NUM_FRAMES = 32
 
-#: As in `gateway.intake.item_options`: the run time of some samplers is proportional to it.
+#: As in `gateway.intake.places`: the run time of some samplers is proportional to it.
 _MAX_FPS = 240
 _MAX_DURATION_S = 86_400
 _MAX_COUNT = 1 << 31

@@ -9,7 +9,7 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from medialane.tools.check import CheckClient, CheckProgress, Request
-from medialane.tools.check.revived_server import MAX_STARTS, RevivedServer
+from medialane.tools.check.servers import MAX_STARTS, RevivedServer
 from medialane.types.errors import StartupFailed
 
 DEADLY, FAILING = Request("/ask", {"is": "deadly"}), Request("/ask", {"is": "failing at first"})

@@ -10,8 +10,7 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from medialane.tools.check import CheckClient, CheckProgress, Setup, run
-from medialane.tools.check.revived_server import RevivedServer
-from medialane.tools.check.servers import OUR_LOG
+from medialane.tools.check.servers import OUR_LOG, RevivedServer
 from medialane.types.errors import StartupFailed
 
 CHAT = "/v1/chat/completions"

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from medialane.tools.check import TensorReport, encode, show_tensors
-from medialane.tools.check.tensor_report import ItemTensors, decode
+from medialane.tools.check.tensors import ItemTensors, decode
 from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation
 
 RAW = FieldComparison(

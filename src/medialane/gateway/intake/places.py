@@ -1,0 +1,287 @@
+"""The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid.
+
+`extract` of a place returns the item, and the edits that replace it in the body by `reference`, a JSON string. Its
+errors are MedialaneErrors; those that name no field are about the place, `param`.
+
+vLLM's app does not pass embeddings, or items given only by their uuid, to its media connector but forwards their uuid:
+the reference is placed in the uuid.
+
+Next to its URL an item may have options, the number of frames and pixels that the model gets: `{"type": "video_url",
+"video_url": {"url": ..., "fps": 2, "max_frames": 64, "max_pixels": 200704}}`. Keys that do not apply to the item's
+modality are ignored. Unknown ones are errors: vLLM, which ignores them, has no options that a client could misspell.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import astuple
+
+from medialane.gateway.intake.skeleton import (
+    ABSENT,
+    NOT_TEXT,
+    QUOTE,
+    Edit,
+    Located,
+    Skeleton,
+    decode_members,
+    first_byte,
+)
+from medialane.gateway.references import REFERENCE_SCHEME
+from medialane.media import MediaConfig, decode_base64
+from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
+from medialane.media.embeds import MAX_FIELDS, read_embeds
+from medialane.media.published_image import MAX_URL_BYTES, RDMA_TYPE, check_published
+from medialane.types.errors import InvalidMediaUrl, InvalidRequest, MediaTooLarge, TooManyFrames
+from medialane.types.hashing import canonical_options
+from medialane.types.media import MODALITIES, Alias, MediaRef, Modality
+from medialane.types.media_lease import MEDIA_SCHEME, is_leased, leased_hash
+
+
+class UrlPlace(msgspec.Struct, frozen=True, gc=False):
+    """`string` is the URL, `options` are the members next to it."""
+
+    modality: Modality
+    param: str
+    string: msgspec.Raw
+    options: ItemOptions | None = None
+    uuid: str | None = None
+
+    def extract(
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        io, options = read_options(self.options, self.modality, self.param, config)
+        alias = None if self.uuid is None else Alias(self.uuid, self.modality, io, options)
+        located = skeleton.locate(self.string)
+        url, media_type, data = _read_url(located, self.modality, config)
+        ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
+        return ref, [(located.start, located.end, reference)]
+
+
+class Base64Place(msgspec.Struct, frozen=True, gc=False):
+    """`string` is base64 of media that the client declares as `media_type`, or the URL of leased ones."""
+
+    modality: Modality
+    param: str
+    string: msgspec.Raw
+    media_type: str
+    uuid: str | None = None
+
+    def extract(
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        located, url, data = skeleton.locate(self.string), None, None
+        if bytes(located.raw[1 : 1 + len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
+            url = _url(located)
+        else:
+            data = decode_base64(located.text(), config.max_data_url_bytes)
+        alias = None if self.uuid is None else Alias(self.uuid, self.modality)
+        ref = MediaRef(self.modality, self.param, url, data, self.media_type, salt, alias=alias)
+        return ref, [(located.start, located.end, reference)]
+
+
+class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
+    """`value` is the part's embeddings: one unnamed field, or an object of `fields`.
+
+    `uuid_value` is the raw value of the part's uuid, `uuid` its string, None if it is not a string.
+    """
+
+    modality: Modality
+    param: str
+    value: msgspec.Raw
+    fields: dict[str, msgspec.Raw]
+    uuid_value: msgspec.Raw
+    uuid: str | None
+
+    def extract(
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        # One field above the limit suffices for the error: an object can have a hundred thousand.
+        fields = {name: _field(skeleton, value) for name, value in islice(self.fields.items(), MAX_FIELDS + 1)}
+        ref = MediaRef(
+            self.modality,
+            self.param,
+            data=read_embeds(fields, self.param, config.max_data_url_bytes),
+            salt=salt,
+            alias=None if self.uuid is None else Alias(self.uuid, f"{self.modality}_embeds"),
+            is_embeds=True,
+        )
+        return ref, self._edits(skeleton, reference)
+
+    def _edits(self, skeleton: Skeleton, reference: bytes) -> list[Edit]:
+        value = skeleton.locate(self.value)
+        if self.uuid_value is ABSENT:
+            return [(value.start, value.end, b'null,"uuid":' + reference)]
+        uuid = skeleton.locate(self.uuid_value)
+        return [(value.start, value.end, b"null"), (uuid.start, uuid.end, reference)]
+
+
+class UuidPlace(msgspec.Struct, frozen=True, gc=False):
+    """`uuid` is the string in `uuid_value`; `options` are the members of the object that has no URL."""
+
+    modality: Modality
+    param: str
+    uuid_value: msgspec.Raw
+    uuid: str
+    options: ItemOptions | None
+    is_embeds: bool
+
+    def extract(
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
+    ) -> tuple[MediaRef, list[Edit]]:
+        io, options = read_options(self.options, self.modality, self.param, config)
+        kind = f"{self.modality}_embeds" if self.is_embeds else self.modality
+        ref = MediaRef(
+            self.modality,
+            self.param,
+            salt=salt,
+            io=io,
+            options=options,
+            alias=Alias(self.uuid, kind, io, options),
+            is_embeds=self.is_embeds,
+        )
+        located = skeleton.locate(self.uuid_value)
+        return ref, [(located.start, located.end, reference)]
+
+
+Place = UrlPlace | Base64Place | EmbedsPlace | UuidPlace
+
+
+def _read_url(
+    located: Located, modality: Modality, config: MediaConfig
+) -> tuple[str, None, None] | tuple[None, str | None, bytes]:
+    """Return media type and bytes of a data: URL; any other URL, and that of a published image, which the store
+    reads."""
+    head = located.head()
+    if bytes(head[:5]).lower() != b"data:":
+        return _url(located), None, None
+    header, payload = _split(located, head)
+    media_type = parse_header(header)
+    if media_type == RDMA_TYPE:
+        check_published(modality, config)
+        if len(payload) > MAX_URL_BYTES:
+            raise MediaTooLarge(f"the description of a published image has more than {MAX_URL_BYTES} bytes")
+        return _url(located), None, None
+    is_frames = modality == "video" and media_type == "video/jpeg"
+    return None, media_type, (read_jpeg_frames if is_frames else decode_base64)(payload, config.max_data_url_bytes)
+
+
+def _split(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
+    """Return header and payload of a data: URL, without a copy if the payload was cut."""
+    if located.payload and bytes(head).find(b",") == len(head) - 1:
+        return bytes(head[:-1]), located.payload
+    return split_data_url(located.text())
+
+
+def _url(located: Located) -> str:
+    try:
+        url = str(located.text(), "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidMediaUrl(NOT_TEXT) from error
+    if url[: len(REFERENCE_SCHEME)].lower() == REFERENCE_SCHEME:
+        if not is_leased(url):
+            raise InvalidMediaUrl(f"{REFERENCE_SCHEME} URLs are reserved for the gateway, but for {MEDIA_SCHEME}HASH")
+        leased_hash(url)
+    return url
+
+
+def _field(skeleton: Skeleton, field: msgspec.Raw) -> bytes | memoryview | msgspec.Raw:
+    """Return the text of a string (base64); any other value unchanged."""
+    return skeleton.locate(field).text() if first_byte(field) == QUOTE else field
+
+
+#: Higher than the frame rate of any realistic input. The run time of some of vLLM's samplers is proportional to it.
+MAX_FPS = 240
+
+_decode_number = msgspec.json.Decoder(int | float | None).decode
+
+
+class ItemOptions(msgspec.Struct):
+    """The options of an item as given in the request, not yet parsed."""
+
+    fps: msgspec.Raw = msgspec.Raw()
+    num_frames: msgspec.Raw = msgspec.Raw()
+    max_frames: msgspec.Raw = msgspec.Raw()
+    min_pixels: msgspec.Raw = msgspec.Raw()
+    max_pixels: msgspec.Raw = msgspec.Raw()
+
+
+_NONE_GIVEN = astuple(ItemOptions())
+
+#: Most characters of a client's key in an error.
+_MAX_KEY_CHARS = 64
+
+_Item = TypeVar("_Item", bound=msgspec.Struct)
+
+
+def decode_item(value: msgspec.Raw, decoder: msgspec.json.Decoder[_Item], param: str) -> _Item:
+    """Decode the object of a media item as a struct that forbids unknown fields, its fields raw. Raises InvalidRequest
+    naming an unknown key, and the exceptions in UNREADABLE."""
+    try:
+        return decoder.decode(value)
+    except msgspec.ValidationError as error:
+        names: tuple[str, ...] = decoder.type.__struct_fields__
+        key = next((key for key in decode_members(value) if key not in names), "")[:_MAX_KEY_CHARS]
+        close = get_close_matches(key, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(names)}"
+        raise InvalidRequest(f"unknown key {key} of a media item: {hint}", param=f"{param}.{key}") from error
+
+
+def read_options(given: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:
+    """Return the item's `MediaRef.io` and `MediaRef.options`. Raises InvalidRequest naming the key."""
+    if given is None or astuple(given)[: len(_NONE_GIVEN)] == _NONE_GIVEN:
+        return b"{}", b"{}"
+    traits = MODALITIES[modality]
+    io = _read_frames(given, param, config) if traits.has_frames else b"{}"
+    options = _read_pixels(given, param, config.max_pixels(modality)) if traits.has_pixels else b"{}"
+    return io, options
+
+
+def _read_frames(given: ItemOptions, param: str, config: MediaConfig) -> bytes:
+    fps = _read(given.fps, f"{param}.fps")
+    if fps is not None and not 0 < fps <= MAX_FPS:
+        raise InvalidRequest(f"fps must be above 0 and at most {MAX_FPS}", param=f"{param}.fps")
+    num_frames = _read_count(given.num_frames, f"{param}.num_frames")
+    if num_frames is not None and num_frames > config.max_sampled_frames:
+        message = f"num_frames must be at most {config.max_sampled_frames}"
+        raise TooManyFrames(message, param=f"{param}.num_frames")
+    max_frames = _read_count(given.max_frames, f"{param}.max_frames")
+    if max_frames is not None:
+        max_frames = min(max_frames, config.max_sampled_frames)
+    return _canonical(fps=fps, num_frames=num_frames, max_frames=max_frames)
+
+
+def _read_pixels(given: ItemOptions, param: str, limit: int) -> bytes:
+    max_pixels = _read_count(given.max_pixels, f"{param}.max_pixels")
+    if max_pixels is not None:
+        max_pixels = min(max_pixels, limit)
+    min_pixels = _read_count(given.min_pixels, f"{param}.min_pixels")
+    if min_pixels is not None and min_pixels > (max_pixels or limit):
+        message = f"min_pixels must be at most {'max_pixels' if max_pixels else limit}"
+        raise InvalidRequest(message, param=f"{param}.min_pixels")
+    return _canonical(min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def _canonical(**options: float | None) -> bytes:
+    return canonical_options({key: value for key, value in options.items() if value is not None})
+
+
+def _read_count(raw: msgspec.Raw, param: str) -> int | None:
+    number = _read(raw, param)
+    if number is not None and (not isinstance(number, int) or number < 1):
+        raise InvalidRequest("the option must be a whole number of at least 1", param=param)
+    return number
+
+
+def _read(raw: msgspec.Raw, param: str) -> int | float | None:
+    """Return the number, as an int if it is integral; None if the key is absent."""
+    if not memoryview(raw):
+        return None
+    try:
+        number = _decode_number(raw)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("the option must be a number", param=param) from error
+    return int(number) if isinstance(number, float) and number.is_integer() else number

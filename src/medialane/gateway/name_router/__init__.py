@@ -1,6 +1,0 @@
-"""Several models behind one port: passes each request to the gateways of the model that it names."""
-
-from medialane.gateway.name_router.name_router import NameRouter
-from medialane.gateway.name_router.served_models import ServedModel, ServedModels
-
-__all__ = ["NameRouter", "ServedModel", "ServedModels"]

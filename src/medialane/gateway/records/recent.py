@@ -1,0 +1,264 @@
+"""The requests of this gateway that live, and the last ones: of all, of the failed, and of the slow.
+
+Theory of operation. Records are kept as they are, and become views only when someone reads them. The last `SIZE` of all
+would be seconds under load, so those that failed or were slow are kept longer, each in a ring of its own.
+
+`rates` counts all of them, in steps of five seconds of the last quarter of an hour. A step counts times to first token
+by buckets that double, so that those of several gateways can be added up.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
+
+import msgspec
+
+from medialane.gateway.records.record import RequestRecord
+
+#: Kept of all requests.
+SIZE = 1000
+#: Kept of those that failed, and of the slow ones.
+MARKED_SIZE = 250
+#: A request is slow whose first token took longer, in ms.
+SLOW_MS = 1000.0
+
+
+class RequestFilter(msgspec.Struct, frozen=True):
+    """Which requests are wanted; empty members want all. `slow_ms` is the least time to the first token, or, without
+    one, in all. `model`, `tenant` and `worker` are parts of the names."""
+
+    model: str = ""
+    tenant: str = ""
+    modality: str = ""
+    worker: str = ""
+    slow_ms: float | None = None
+    failed: bool = False
+    live: bool | None = None
+
+    def wants(self, record: RequestRecord) -> bool:
+        return (
+            _contains(record.model, self.model)
+            and _contains(record.tenant, self.tenant)
+            and self._wants_items(record)
+            and (not self.worker or any(self.worker in each.worker for each in record.attempts))
+            and (self.slow_ms is None or waited_ms(record) >= self.slow_ms)
+            and (not self.failed or record.error is not None)
+            and (self.live is None or self.live == (record.ended_at is None))
+        )
+
+    def _wants_items(self, record: RequestRecord) -> bool:
+        """Return whether it has items of the modality; `text` is a request without items."""
+        if self.modality == "text":
+            return not record.num_items
+        return not self.modality or any(item.modality == self.modality for item in record.items.values())
+
+
+class RecentRequests:
+    """All requests of a gateway whose clients send a body. One event loop."""
+
+    def __init__(self, rates: Rates | None = None) -> None:
+        self.rates = rates or Rates()
+        self._live: dict[int, RequestRecord] = {}
+        self._last: deque[RequestRecord] = deque(maxlen=SIZE)
+        self._failed: deque[RequestRecord] = deque(maxlen=MARKED_SIZE)
+        self._slow: deque[RequestRecord] = deque(maxlen=MARKED_SIZE)
+
+    def begin(self, record: RequestRecord) -> None:
+        self._live[id(record)] = record
+
+    def end(self, record: RequestRecord, *, is_refused: bool = False) -> None:
+        """Keep a request that has ended; not one that was refused: anybody may send any number of those."""
+        del self._live[id(record)]
+        if is_refused:
+            return
+        self._last.append(record)
+        if record.error is not None:
+            self._failed.append(record)
+        if waited_ms(record) >= SLOW_MS:
+            self._slow.append(record)
+        self.rates.add(record)
+
+    @property
+    def live(self) -> list[RequestRecord]:
+        """Those that have not ended, the oldest first."""
+        return list(self._live.values())
+
+    def newest(self, wanted: RequestFilter) -> Iterator[RequestRecord]:
+        """Yield what is wanted, newest first: live ones before those that have ended."""
+        for record in reversed(self._live.values()):
+            if wanted.wants(record):
+                yield record
+        for record in self._ended(wanted):
+            if wanted.wants(record):
+                yield record
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        """Return the newest request with this id."""
+        return next((each for each in self._all() if each.id == request_id), None)
+
+    def errors(self) -> Iterable[RequestRecord]:
+        """Return those that have failed, newest first."""
+        return reversed(self._failed)
+
+    def ended_within(self, seconds: float) -> Iterator[RequestRecord]:
+        """Yield those of the last seconds that are kept, newest first."""
+        since = time.perf_counter() - seconds
+        return takewhile(lambda record: (record.ended_at or 0.0) > since, reversed(self._last))
+
+    def _ended(self, wanted: RequestFilter) -> Iterable[RequestRecord]:
+        if wanted.failed:
+            return reversed(self._failed)
+        if wanted.slow_ms is not None and wanted.slow_ms >= SLOW_MS:
+            return reversed(self._slow)
+        return reversed(self._last)
+
+    def _all(self) -> Iterator[RequestRecord]:
+        yield from reversed(self._live.values())
+        for ring in (self._last, self._failed, self._slow):
+            yield from reversed(ring)
+
+
+def waited_ms(record: RequestRecord) -> float:
+    """Return the time to the first token; in all, if there was none."""
+    ttft_ms = record.ttft_ms
+    return record.total_ms if ttft_ms is None else ttft_ms
+
+
+def _contains(name: str | None, part: str) -> bool:
+    return not part or part in (name or "")
+
+
+STEP_S = 5
+NUM_STEPS = 180
+
+#: Upper bounds of the times to first token, in ms; the last bucket has no bound.
+BOUNDS_MS = tuple(float(1 << n) for n in range(1, 18))
+
+
+class Waits(msgspec.Struct):
+    """How often each bucket was waited for; empty if never."""
+
+    counts: list[int] = []
+
+    def count(self, ms: float) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(BOUNDS_MS) + 1)
+        self.counts[bisect_left(BOUNDS_MS, ms)] += 1
+
+    def add(self, other: Waits) -> None:
+        self.counts = (
+            [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+            if self.counts and other.counts
+            else list(self.counts or other.counts)
+        )
+
+    def percentile_ms(self, share: float) -> float | None:
+        """Return the time that this share of them did not exceed, interpolated within its bucket; None if there are
+        none."""
+        wanted, seen = share * sum(self.counts), 0
+        for bucket, count in enumerate(self.counts):
+            if count and seen + count >= wanted:
+                low = BOUNDS_MS[bucket - 1] if bucket else 0.0
+                high = BOUNDS_MS[bucket] if bucket < len(BOUNDS_MS) else 2 * low
+                return round(low + (high - low) * (wanted - seen) / count, 1)
+            seen += count
+        return None
+
+
+class Step(msgspec.Struct):
+    """The requests that ended in one step. `number` counts steps since the epoch. `items` are media items, of which
+    `items_cached` were cached and `items_shared` made once for several requests. `codes` counts those with an error, by
+    its code."""
+
+    number: int
+    requests: int = 0
+    failed: int = 0
+    items: int = 0
+    items_cached: int = 0
+    items_shared: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    media_bytes: int = 0
+    ttft: Waits = msgspec.field(default_factory=Waits)
+    codes: dict[str, int] = {}
+
+    def add(self, other: Step) -> None:
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.ttft.add(other.ttft)
+
+
+_SUMS = tuple(name for name in Step.__struct_fields__ if name not in {"number", "ttft", "codes"})
+
+
+class Rates:
+    """The steps of one gateway, of which only those with requests exist."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._steps: dict[int, Step] = {}  # the oldest first
+
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        step = self._current()
+        step.requests += 1
+        step.failed += record.is_failed
+        step.items += record.num_items
+        step.prompt_tokens += record.prompt_tokens or 0
+        step.cached_tokens += record.cached_tokens or 0
+        step.generated_tokens += record.generated_tokens
+        for item in record.items.values():
+            step.items_cached += item.outcome == "hit"
+            step.items_shared += item.outcome == "shared"
+            step.media_bytes += item.num_bytes
+        if (ttft_ms := record.ttft_ms) is not None:
+            step.ttft.count(ttft_ms)
+        if record.error is not None:
+            step.codes[record.error.code] = step.codes.get(record.error.code, 0) + 1
+
+    def steps(self) -> list[Step]:
+        """Return the steps of the last quarter of an hour that have requests, the oldest first."""
+        self._forget(int(self._clock()) // STEP_S)
+        return list(self._steps.values())
+
+    def _current(self) -> Step:
+        number = int(self._clock()) // STEP_S
+        step = self._steps.get(number)
+        if step is None:
+            self._forget(number)
+            step = self._steps[number] = Step(number)
+        return step
+
+    def _forget(self, number: int) -> None:
+        for old in [each for each in self._steps if not number - NUM_STEPS < each <= number]:
+            del self._steps[old]
+
+
+class Series(msgspec.Struct, frozen=True):
+    """Rates as operators see them: the values of each step, the oldest first, of which the last has not ended.
+    `started_at` is the start of the first one. Percentiles are None without requests."""
+
+    started_at: int
+    step_s: int
+    values: dict[str, list[float | None]]
+
+
+def series(steps: Iterable[Step], now: float) -> Series:
+    """Add up the steps of several gateways."""
+    last = int(now) // STEP_S
+    first = last - NUM_STEPS + 1
+    summed: dict[int, Step] = {}
+    for step in steps:
+        if first <= step.number <= last:
+            summed.setdefault(step.number, Step(step.number)).add(step)
+    none = Step(0)
+    in_order = [summed.get(number, none) for number in range(first, last + 1)]
+    values: dict[str, list[float | None]] = {name: [getattr(step, name) for step in in_order] for name in _SUMS}
+    for name, share in (("ttft_p50_ms", 0.5), ("ttft_p95_ms", 0.95)):
+        values[name] = [step.ttft.percentile_ms(share) for step in in_order]
+    return Series(first * STEP_S, STEP_S, values)

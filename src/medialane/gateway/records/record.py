@@ -1,0 +1,276 @@
+"""One record of each HTTP request, filled by its scope while it runs, kept when it has ended.
+
+It is the single source of what operators see (`view`), of the log, of the trace and of the report in a response. It has
+no prompt, no media and no salt; of a URL it has the host, and of a hash eight digits are shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from medialane.gateway.records.item_record import (
+    MAX_CHARS,
+    EmbeddingOutcome,
+    ItemRecord,
+    MediaReport,
+    is_prepared,
+    media_report,
+    without_urls,
+)
+from medialane.gateway.transports import TransferPath
+from medialane.observability.timeline import LiveStage, StageTimeline
+from medialane.types.errors import ErrorReport, MedialaneError
+from medialane.types.feature import MoverName, StagedItem
+from medialane.types.media import MediaRef
+from medialane.types.request import OutputDelta, RoutingDecision
+
+#: Items that a record keeps; others are only counted.
+MAX_ITEMS = 64
+
+
+class Attempt:
+    """One time that a prompt was to be sent to a worker. `decision` is None if that failed early; `error` is the code
+    with which the attempt ended, empty if it was answered; what the engine had cached, and the time to the first token,
+    are None until it was."""
+
+    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.path = path
+        self.chosen_at = time.time()
+        self.decision: RoutingDecision | None = None
+        self.is_sent = False
+        self.error = ""
+        self.engine_cached_tokens: int | None = None
+        self.first_token_ms: float | None = None
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """Where and how a prompt was sent. Text has no `path`; `movers` copied the media of another host's store."""
+
+    decision: RoutingDecision
+    path: TransferPath | None = None
+    movers: tuple[MoverName, ...] = ()
+
+
+class RequestError(msgspec.Struct, frozen=True):
+    """With what a request has ended: a code, and, where that quotes no client, why."""
+
+    code: str
+    reason: str = ""
+
+
+class RequestRecord:
+    """What is known of one request; its scope fills it.
+
+    `reports` are those of its items in the order in which they were prepared, `sent` is how its last prompt was sent,
+    `engine_cached_tokens` what its engine had of that; `prompt_tokens` and the like are those of all its prompts.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = StageTimeline()
+        self.received_at = time.time()
+        self.id = ""
+        self.path = ""
+        self.model: str | None = None
+        self.tenant: str | None = None
+        self.streams: bool | None = None
+        self.num_items = 0
+        self.items: dict[str, ItemRecord] = {}
+        self.reports: tuple[MediaReport, ...] = ()
+        self.attempts: list[Attempt] = []
+        self.sent: Sent | None = None
+        self.engine_cached_tokens: int | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.generated_tokens = 0
+        self.status: int | None = None
+        self.error: RequestError | None = None
+        self.first_token_at: float | None = None
+        self.first_token_ms: float | None = None
+        self.shared_ms = 0.0
+        self.ended_at: float | None = None
+
+    def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool) -> None:
+        """Record what the body has."""
+        self.model, self.streams = None if model is None else model[:MAX_CHARS], streams
+        self.num_items = len(refs)
+        self.items = {ref.param: ItemRecord(ref) for ref in refs[:MAX_ITEMS]}
+
+    def finding(self, ref: MediaRef) -> _Finding:
+        """Record that an item is looked up or made during the block. Its times are added to those of the request."""
+        return _Finding(self, self.items.get(ref.param))
+
+    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
+        """Add the times of having found or made an item."""
+        self.timeline.absorb(timeline)
+        self.shared_ms = max(self.shared_ms, shared_ms)
+
+    def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
+        are `is_reported` are in the report of the answer."""
+        for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
+            if is_reported:
+                self.reports += (media_report(item, count),)
+            if (record := self.items.get(item.ref.param)) is not None:
+                record.prepared(item, count)
+
+    def encoded(self, mm_hash: str, started_at: float) -> None:
+        """Record that an encoder has had an item since then."""
+        now = time.perf_counter()
+        self.timeline.add("encode", now - started_at)
+        for item in self.items.values():
+            if item.mm_hash == mm_hash:
+                item.timeline.add("encode", now - started_at, started_at)
+                item.ended_at = now
+
+    def sending(self, sent: Sent, *, is_sent: bool = True) -> None:
+        """Record how and where a prompt is sent, or is about to be. The last call counts: earlier attempts have failed.
+        But of several prompts (documents that are scored) one with media counts."""
+        if sent.path is not None or self.sent is None or self.sent.path is None:
+            self.sent = sent
+        decision = sent.decision
+        attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, sent.path)
+        attempt.decision, attempt.path, attempt.is_sent = decision, sent.path, is_sent
+
+    def prompt_sent(self) -> None:
+        """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
+        self.timeline.enter("prefill" if self.streams else "answer")
+
+    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+        """Record that a prompt was not sent to this worker, or not answered there."""
+        attempt = self._open_attempt(worker, rank) or self._add_attempt(worker, rank, path)
+        attempt.error = code
+
+    def _open_attempt(self, worker: str, rank: int) -> Attempt | None:
+        """Return the last attempt there that has not failed."""
+        at_worker = (each for each in reversed(self.attempts) if (each.worker, each.rank) == (worker, rank))
+        return next((attempt for attempt in at_worker if not attempt.error), None)
+
+    def _attempt_of(self, decision: RoutingDecision) -> Attempt | None:
+        tried = (each for each in reversed(self.attempts) if each.decision is decision)
+        return next((attempt for attempt in tried if not attempt.error), None)
+
+    def answered(
+        self,
+        first: OutputDelta,
+        decision: RoutingDecision,
+        num_prompt_tokens: int,
+        outcomes: Mapping[str, EmbeddingOutcome],
+        *,
+        times: tuple[float, float],
+    ) -> None:
+        """Record the first output of a prompt, which was sent by this decision: how many of its tokens the engine had
+        in its KV cache, what it did about embeddings, by the mm_hash of the item, and by what the store of the worker's
+        host has copied media. `times` are when the prompt was sent and when it had its first token (perf_counter); of
+        several prompts that of the earliest first token counts, whichever answer is complete first."""
+        sent_at, first_token_at = times
+        first_token_ms = (first_token_at - sent_at) * 1000
+        if self.first_token_at is None or first_token_at < self.first_token_at:
+            self.first_token_at, self.first_token_ms = first_token_at, first_token_ms
+            self.timeline.seconds["first_token"] = first_token_at - sent_at
+        if (attempt := self._attempt_of(decision)) is not None:
+            attempt.engine_cached_tokens, attempt.first_token_ms = first.num_cached_tokens, round(first_token_ms, 2)
+        if self.timeline.current != "answer":
+            self.timeline.enter("answer")
+        self.engine_cached_tokens = first.num_cached_tokens
+        self.prompt_tokens = (self.prompt_tokens or 0) + num_prompt_tokens
+        if first.num_cached_tokens is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + first.num_cached_tokens
+        if self.sent is not None and first.movers:
+            self.sent = msgspec.structs.replace(self.sent, movers=tuple(first.movers))
+        if outcomes:
+            self.reports = tuple(
+                msgspec.structs.replace(item, embedding=outcomes.get(item.mm_hash, item.embedding))
+                for item in self.reports
+            )
+            for record in self.items.values():
+                record.embedding = outcomes.get(record.mm_hash, record.embedding)
+
+    def failed(self, error: ErrorReport, *, quotes_client: bool) -> None:
+        """Record the error with which it ends. The message of one that `quotes_client` is not kept."""
+        self.error = RequestError(error.code, "" if quotes_client else without_urls(error.message))
+
+    def ended(self, *, is_disconnected: bool) -> None:
+        """Record its end. Idempotent. What vLLM's app has answered itself has the status as code, as in its body."""
+        if self.ended_at is not None:
+            return
+        self.ended_at = time.perf_counter()
+        if self.error is None and is_disconnected:
+            self.error = RequestError("client_disconnected")
+        if self.status is None:
+            self.status = 499 if is_disconnected else 500
+        if self.error is None and self.status >= 400:
+            self.error = RequestError(str(self.status))
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether it has an error that is not its client's leaving."""
+        return self.error is not None and self.error.code != "client_disconnected"
+
+    @property
+    def stage(self) -> LiveStage | None:
+        """What it waits for: the first of its items that is not there yet, or the request itself."""
+        if self.ended_at is not None:
+            return None
+        return self.waits_in.current
+
+    @property
+    def stage_ms(self) -> float:
+        """How long it has waited for that."""
+        return self.waits_in.current_ms
+
+    @property
+    def waits_in(self) -> StageTimeline:
+        """The timeline of what it waits for."""
+        live = [item.live for item in self.items.values() if item.live is not None]
+        return min(live, key=lambda each: (each.current != "fetch", each.entered_at)) if live else self.timeline
+
+    @property
+    def worker(self) -> str | None:
+        return self.attempts[-1].worker if self.attempts else None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From its arrival to the first token; of one that waits for it, so far."""
+        if self.first_token_at is None and (self.ended_at is not None or not self.attempts):
+            return None
+        return ((self.first_token_at or time.perf_counter()) - self.timeline.started_at) * 1000
+
+    @property
+    def total_ms(self) -> float:
+        return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
+
+    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+        attempt = Attempt(worker, rank, path)
+        if len(self.attempts) < MAX_ITEMS:
+            self.attempts.append(attempt)
+        return attempt
+
+
+class _Finding:
+    """The block of `RequestRecord.finding`. Not a generator, which would double its cost."""
+
+    def __init__(self, request: RequestRecord, item: ItemRecord | None) -> None:
+        self._request = request
+        self._item = item
+        self._timeline = StageTimeline()
+        self._timeline.enter("fetch")
+
+    def __enter__(self) -> StageTimeline:
+        if self._item is not None:
+            self._item.live = self._timeline
+        return self._timeline
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        timeline, item = self._timeline, self._item
+        is_shared = timeline.current == "prepare" and not is_prepared(timeline)
+        shared_ms = timeline.current_ms if is_shared else 0.0
+        self._request.found(timeline, shared_ms)
+        if item is not None:
+            item.found(timeline, shared_ms)
+            if isinstance(error, MedialaneError):
+                item.error = error.code

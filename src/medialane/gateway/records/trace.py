@@ -1,0 +1,286 @@
+"""The trace of one request: a tree of spans, made of its record when it has ended.
+
+    chat {model}                    SERVER; its parent is the client's span
+      medialane.upload, .intake
+      medialane.item                one per media item
+        medialane.fetch, .decode, .process, .encode
+      medialane.admission, .assemble, .route
+      medialane.attempt             CLIENT; one per worker and transfer path that was tried, linked to the one before
+        medialane.handover
+        llm_request                 the worker's own, by vLLM
+
+Only the root and the attempts exist earlier: workers get the context of the attempt, so that their spans are its
+children. Nothing of a request's content is in attributes: no prompts, URLs or salts, and of hashes eight digits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry.trace import Link, SpanContext, SpanKind
+
+from medialane.gateway.records.item_record import HASH_DIGITS, ItemRecord
+from medialane.gateway.records.record import RequestRecord
+from medialane.observability.timeline import Step
+from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
+from medialane.routing import RoutedRequest
+from medialane.types.errors import MedialaneError
+from medialane.types.request import EngineRequest, OutputDelta
+
+if TYPE_CHECKING:
+    from medialane.gateway.transports import TransferPath
+
+#: The operation of GenAI's semantic conventions, by path. Others are named by method and path, those that are not in
+#: this table by the method alone: a client chooses the path.
+_OPERATIONS: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/chat/completions/batch": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/inference/v1/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+_PATHS: Final = frozenset({
+    *_OPERATIONS, "/v1/audio/transcriptions", "/v1/audio/translations", "/pooling", "/classify", "/score", "/v1/score",
+    "/rerank", "/v1/rerank", "/v2/rerank", "/v2/embed", "/tokenize", "/detokenize", "/medialane/v1/media",
+})  # fmt: skip
+_NOT_TRACED: Final = frozenset({"/health", "/ping", "/metrics"})
+_METHODS: Final = frozenset({"POST", "PUT"})
+_TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
+
+#: Attempts that have a span: a beam search makes one for each token.
+_MAX_ATTEMPTS = 32
+
+_ROUTING: Final = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
+
+
+class RequestTracing:
+    """Begins the traces of a gateway's requests; `model` is the name under which the model is served."""
+
+    def __init__(self, tracing: Tracing, model: str) -> None:
+        self.tracing = tracing
+        self.model = model
+
+    def begin(self, scope: Mapping[str, Any], record: RequestRecord) -> RequestTrace | None:
+        """Begin the trace of an HTTP request (an ASGI scope); None if such requests have none."""
+        path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+        if scope["method"] not in _METHODS or path in _NOT_TRACED:
+            return None
+        return RequestTrace(self, scope, path if path in _PATHS else "", record)
+
+
+class AttemptTrace:
+    """One request to one worker, since `started_at` (ns), after that `before` has failed. `headers` make its spans
+    children of this one."""
+
+    def __init__(self, context: SpanContext, started_at: int, before: AttemptTrace | None) -> None:
+        self.context = context
+        self.started_at = started_at
+        self.links = () if before is None else (Link(before.context),)
+        self.attributes: Attributes = {}
+        self.routed: RoutedRequest | None = None
+        self.error = ""
+        self.headers = context_headers(context)
+        self.num_cached_tokens: int | None = None
+        self.finish_reasons: list[str] = []
+
+    def note_output(self, delta: OutputDelta) -> None:
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
+        for completion in delta.completions:
+            if completion.finish_reason is not None:
+                self.finish_reasons.append(completion.finish_reason)
+
+
+class RequestTrace:
+    """Begun and ended by the outermost middleware. `headers` make the spans of other processes children of the root."""
+
+    def __init__(self, tracing: RequestTracing, scope: Mapping[str, Any], path: str, record: RequestRecord) -> None:
+        self._tracing = tracing.tracing
+        self._model = tracing.model
+        self._method, self._path = scope["method"], path
+        self._record = record
+        #: What is measured is added to the time at the start: steps of the clock move no span.
+        self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
+        given = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"] if k in _TRACE_HEADERS}
+        self._root = self._tracing.tracer.start_span(
+            self._name, client_context(given), SpanKind.SERVER, start_time=self._ns(record.timeline.started_at)
+        )
+        self._context = self._root.get_span_context()
+        self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
+        self.headers = context_headers(self._context)
+        self._attempts: list[AttemptTrace] = []
+        #: The last one that failed for each request of vLLM's app, of which this may have several.
+        self._failed: dict[str, AttemptTrace] = {}
+
+    @property
+    def trace_id(self) -> str:
+        """The id of the trace as in W3C's headers."""
+        return f"{self._context.trace_id:032x}"
+
+    @property
+    def _name(self) -> str:
+        operation = _OPERATIONS.get(self._path)
+        return f"{self._method} {self._path}".rstrip() if operation is None else f"{operation} {self._model}"
+
+    @contextmanager
+    def attempt(
+        self, request: EngineRequest, routed: RoutedRequest, worker: str, path: TransferPath | None
+    ) -> Iterator[AttemptTrace | None]:
+        """Trace what the block sends to a worker; None if that has no span of its own."""
+        self._model = request.lora_name or self._model
+        attempt = self._new_attempt(request)
+        if attempt is None:
+            yield None
+            return
+        attempt.routed = routed
+        attempt.attributes |= {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
+        if path is not None:
+            attempt.attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
+        try:
+            yield attempt
+        except MedialaneError as error:
+            attempt.error = error.code
+            self._failed[request.request_id] = attempt
+            raise
+        finally:
+            self._add(attempt)
+
+    def _new_attempt(self, request: EngineRequest) -> AttemptTrace | None:
+        if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
+            return None
+        before = self._failed.get(request.request_id)
+        attempt = AttemptTrace(self._tracing.child(self._context), self._now, before)
+        self._attempts.append(attempt)
+        return attempt
+
+    def _add(self, attempt: AttemptTrace) -> None:
+        self._tracing.add(
+            "medialane.attempt",
+            attempt.context,
+            self._context,
+            (attempt.started_at, self._now),
+            attributes=attempt.attributes,
+            kind=SpanKind.CLIENT,
+            links=attempt.links,
+            error=attempt.error,
+        )
+
+    def end(self) -> None:
+        """Make all other spans of the record, which has ended, and end the root."""
+        root, record = self._root, self._record
+        if self._is_sampled:
+            for step in record.timeline.steps:
+                parent = step.detail.context if isinstance(step.detail, AttemptTrace) else self._context
+                self._step(step, parent, self._routing(step))
+            for item in record.items.values():
+                if item.ended_at:
+                    self._item(item)
+            root.update_name(self._name)
+            root.set_attributes(self._attributes() | self._usage())
+            if record.error is not None:
+                root.set_attribute("error.type", record.error.code)
+                root.set_status(error_status(record.error.code))
+        for step in record.timeline.steps:
+            step.detail = None  # the record is kept for longer
+        root.end(self._now)
+
+    def _item(self, item: ItemRecord) -> None:
+        context = self._tracing.child(self._context)
+        for step in item.timeline.steps:
+            self._step(step, context, {})
+        times_ns = self._ns(item.started_at), self._ns(item.ended_at)
+        attributes = _item_attributes(item)
+        self._tracing.add("medialane.item", context, self._context, times_ns, attributes=attributes, error=item.error)
+
+    def _step(self, step: Step, parent: SpanContext, attributes: Attributes) -> None:
+        times_ns = self._ns(step.started_at), self._ns(step.started_at + step.seconds)
+        context = self._tracing.child(parent)
+        self._tracing.add(f"medialane.{step.stage}", context, parent, times_ns, attributes=attributes)
+
+    def _routing(self, step: Step) -> Attributes:
+        """Return the attributes of the choice of a worker, if the step is one that was used."""
+        routed = step.detail
+        if not isinstance(routed, RoutedRequest) or not routed.has_begun:
+            return {}
+        decision = routed.decision
+        attributes: Attributes = {f"medialane.routing.{name}": getattr(decision, name) for name in _ROUTING}
+        attributes |= {
+            "medialane.routing.worker": decision.worker_id,
+            "medialane.routing.cost_ms": decision.parts.total,
+        }
+        for attempt in self._attempts:
+            if attempt.routed is routed and attempt.num_cached_tokens is not None:
+                attributes["medialane.routing.engine_cached_tokens"] = attempt.num_cached_tokens
+        for second in decision.alternatives[:1]:
+            attributes |= {
+                "medialane.routing.runner_up.worker": second.worker_id,
+                "medialane.routing.runner_up.score": second.score,
+                "medialane.routing.runner_up.cached_tokens": second.cached_tokens,
+            }
+        return attributes
+
+    def _attributes(self) -> Attributes:
+        record, operation = self._record, _OPERATIONS.get(self._path)
+        attributes: Attributes = {
+            "http.request.method": self._method,
+            "medialane.request.id": record.id,
+            "medialane.cache": record.timeline.cache,
+            "medialane.num_items": record.num_items,
+        }
+        attributes |= {"http.route": self._path} if self._path else {}
+        attributes |= {} if record.status is None else {"http.response.status_code": record.status}
+        if operation is not None:
+            attributes |= {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "vllm",
+                "gen_ai.request.model": record.model or self._model,
+                "gen_ai.request.stream": bool(record.streams),
+                "gen_ai.response.model": self._model,
+            }
+        return attributes
+
+    def _usage(self) -> Attributes:
+        """Return tokens and times, by the names of the conventions and by vLLM's older ones."""
+        record, seconds = self._record, self._record.timeline.seconds
+        usage: Attributes = {"gen_ai.latency.e2e": record.total_ms / 1000}
+        usage |= {"gen_ai.latency.time_in_queue": seconds["queue"]} if "queue" in seconds else {}
+        usage |= {"gen_ai.latency.time_in_model_prefill": seconds["prefill"]} if "prefill" in seconds else {}
+        if record.first_token_at is None:
+            return usage
+        ttft_s, num_prompt, num_output = (record.ttft_ms or 0) / 1000, record.prompt_tokens, record.generated_tokens
+        usage |= {
+            "gen_ai.response.time_to_first_chunk": ttft_s,
+            "gen_ai.latency.time_to_first_token": ttft_s,
+            "gen_ai.usage.input_tokens": num_prompt,
+            "gen_ai.usage.prompt_tokens": num_prompt,
+            "gen_ai.usage.output_tokens": num_output,
+            "gen_ai.usage.completion_tokens": num_output,
+            "gen_ai.response.finish_reasons": [reason for each in self._attempts for reason in each.finish_reasons],
+        }
+        if record.cached_tokens is not None:
+            usage["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+        return usage
+
+    @property
+    def _now(self) -> int:
+        return self._ns(time.perf_counter())
+
+    def _ns(self, at: float) -> int:
+        return self._epoch_ns + int(at * 1e9)
+
+
+def _item_attributes(item: ItemRecord) -> Attributes:
+    attributes = {
+        "medialane.item.source": item.source,
+        "medialane.item.outcome": item.outcome,
+        "medialane.item.hash": item.mm_hash[:HASH_DIGITS],
+        "medialane.item.bytes": item.num_bytes,
+        "medialane.item.tokens": item.num_tokens,
+        "medialane.item.embedding": item.embedding,
+    }
+    return {"mm.modality": item.modality} | {name: value for name, value in attributes.items() if value}
