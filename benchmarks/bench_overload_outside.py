@@ -23,7 +23,7 @@ import aiohttp
 import uvloop
 
 from harness import Bar, Options, Report, percentile
-from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from servers import Server, medialane_server
 
