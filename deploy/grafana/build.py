@@ -358,8 +358,8 @@ OVERVIEW: Rows = {
     "Queues (for autoscalers)": [
         graph(
             "Wait for engines",
-            "Of requests: in the gateway and at the worker with the shortest wait; and by worker, of the last request that"
-            " has begun there while others wait.",
+            "Of requests: in the gateway and at the worker with the shortest wait; and by worker, of the last request"
+            " that has begun there while others wait.",
             [
                 (f"max({of('medialane_expected_wait_seconds')})", "requests"),
                 (f"max by (worker) ({of('medialane_worker_wait_seconds')})", "{{worker}}"),
@@ -378,7 +378,8 @@ OVERVIEW: Rows = {
         ),
         graph(
             "Time in gateways' queues",
-            "In which time all that waits will have been sent, by the pace of the last ones, and how long the oldest has waited.",
+            "In which time all that waits will have been sent, by the pace of the last ones, and how long the oldest has"
+            " waited.",
             [
                 (f"max by (queue) ({of('medialane_queue_seconds')})", "{{queue}}"),
                 (f"max by (queue) ({of('medialane_queue_oldest_seconds')})", "{{queue}}, oldest"),
