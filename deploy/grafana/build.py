@@ -378,7 +378,7 @@ OVERVIEW: Rows = {
         ),
         graph(
             "Time in gateways' queues",
-            "In which time all that waits will have been sent, by the pace of the last ones, and how long the oldest has"
+            "In which time all that waits will have been sent, by the pace of the last ones; how long the oldest has"
             " waited.",
             [
                 (f"max by (queue) ({of('medialane_queue_seconds')})", "{{queue}}"),

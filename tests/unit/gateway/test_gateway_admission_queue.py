@@ -324,6 +324,22 @@ async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):
     await asyncio.gather(*tasks)
 
 
+def test_gateways_with_waiting_requests_take_turns(tmp_path):
+    counts = [SharedCounts(str(tmp_path / "counts"), index=index, num_gateways=3) for index in range(3)]
+    for each in counts:
+        each.assign(["x"])
+
+    def turns():
+        return [[each.is_turn("x", at, turn_s=1.0) for each in counts].index(True) for at in (0.5, 1.5, 2.5, 3.5)]
+
+    assert all(each.is_turn("x", at, turn_s=1.0) for each in counts for at in (0.5, 1.5)), "none waits"
+    for each in counts:
+        each.set_own("x", 2)
+    assert turns() == [0, 1, 2, 0]
+    counts[1].set_own("x", 0)
+    assert [counts[2].is_turn("x", at, turn_s=1.0) for at in (0.5, 1.5, 2.5)] == [False, True, False]
+
+
 async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_they_are_sent(clock):
     resource = await busy(clock=clock)
     stats = resource.queue.stats

@@ -4,8 +4,8 @@ Theory of operation. Requests of one priority are shared out by deficit round ro
 tenant in turn is served until what it has been served exceeds its credit, which each turn raises by `_QUANTUM` tokens.
 One whose request has cost more owes that; what is left of a turn, or owed, is kept while it does not wait. One that
 begins to wait is the next if it has some left (as new flows of RFC 8290): so who asks now and then does not wait for a
-turn of all others. Within a tenant the same is done between requests with media and those without, and text gets most,
-so that it does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if so many
+turn of all others. Within a tenant the same is done between requests with media and those without, so
+that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if so many
 wait that the newest could not be served by its deadline, the newest: then some are still served in time, and not all
 too late.
 
@@ -30,8 +30,6 @@ from medialane.gateway.admission.flow import Flow
 _FLOOR: Final = 16
 #: Tokens of a turn: about those of a short text, so that turns are short.
 _QUANTUM: Final = 128
-#: By so much media are charged more than text of the same tenant: they cost encoders, too, and text is to be quick.
-_MEDIA_WEIGHT: Final = 2
 #: Credits that are kept of those that do not wait, and empty priorities.
 _MAX_IDLE: Final = 256
 
@@ -132,8 +130,7 @@ class _Tenant(_Turns[bool, _Line]):
     """The requests of one tenant and priority, by whether they have media."""
 
     def charge(self, request: QueuedRequest) -> None:
-        is_media = request.flow.is_media
-        self.pay(is_media, request.tokens * (_MEDIA_WEIGHT if is_media else 1))
+        self.pay(request.flow.is_media, request.tokens)
 
 
 class _Band(_Turns[str, _Tenant]):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.flow import Flow, Refusal
-from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
-from medialane.gateway.admission.shared_counts import PREPARED, PREPARING, SharedCounts
+from medialane.gateway.admission.queue import TICK_S, AdmissionQueue, QueueLimits, Ticket
+from medialane.gateway.admission.shared_counts import PREPARED, PREPARING, WAITING, SharedCounts
 from medialane.types.errors import MedialaneError, QueueFull, QueueTimeout, TtftLimitExceeded
 from medialane.types.retry_after import retry_after
 from medialane.types.stats import PoolStats, QueueStats
@@ -30,6 +30,10 @@ _PER_PREPARER: Final = 4
 _PREPARED_PER_ENGINE: Final = 2
 #: What an item is charged before the preparers, in tokens: about those of a photo.
 _ITEM_TOKENS: Final = 1024
+#: By so much tokens of requests with media are charged more than those of text: encoders compute them, too.
+_MEDIA_CHARGE: Final = 2
+#: Of a limit of the time to first token, what is kept free for what the measured times do not say.
+_MARGIN: Final = 0.1
 #: Flows that are kept of those without requests: clients choose priorities.
 _MAX_IDLE: Final = 1024
 #: Of a limit of the time to first token, the least that a request may wait.
@@ -138,7 +142,8 @@ class Queues:
         flow = self._flow(scope, is_media=is_media)
         arrival = Arrival(flow, self._clock)
         limit_s = self._limit_s(scope)
-        refusal = flow.accept(arrival, self._clock(), self._config.queue_timeout_s, limit_s)
+        within_s = None if limit_s is None else limit_s * (1 - _MARGIN)
+        refusal = flow.accept(arrival, self._clock(), self._config.queue_timeout_s, within_s)
         if refusal is not None:
             raise self._refused(flow, refusal, limit_s)
         scope.arrival = arrival
@@ -184,19 +189,20 @@ class Queues:
         return QueuedRequest(
             flow,
             self._priority(scope),
-            max(1, num_tokens),
+            max(1, num_tokens) * (_MEDIA_CHARGE if has_media else 1),
             deadline=self._clock() + self._patience_s(scope, flow),
             num_bytes=(extracted.text_bytes or 0) + sum(len(ref.data) for ref in extracted.refs if ref.data),
             may_refuse=may_refuse,
         )
 
     def _patience_s(self, scope: RequestScope, flow: Flow) -> float:
-        """Return how long a request may wait here, for its first token to come within its limit."""
+        """Return how long an accepted request may wait here: until its first token will hardly come within its limit,
+        since to refuse it late is worse than to answer it a little late."""
         timeout_s, limit_s = self._config.queue_timeout_s, self._limit_s(scope)
         if limit_s is None:
             return timeout_s
         left_s = limit_s - (time.perf_counter() - scope.received_at)
-        return min(timeout_s, max(left_s - flow.first_token_s, _LEAST_WAIT * left_s))
+        return min(timeout_s, max(left_s - flow.first_token_s / 2, _LEAST_WAIT * left_s))
 
     async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
         timeline = scope.timeline
@@ -211,7 +217,9 @@ class Queues:
             timeline.add("admission", before_s + step.seconds)  # one with media may wait twice
 
     def _have_engines_room(self, num_unsent: int) -> bool:
-        return self._router.num_with_room > num_unsent
+        # Else all gateways would send a request for the same room.
+        has_room = self._router.num_with_room > num_unsent
+        return has_room and self._counts.is_turn(WAITING, self._clock(), turn_s=TICK_S)
 
     def _have_preparers_room(self, _num_unsent: int) -> bool:
         stats, total = self._preparers_stats(), self._counts.total
@@ -224,6 +232,7 @@ class Queues:
         """Tell the other gateways what this one has in the preparers, and has got from them."""
         self._counts.set_own(PREPARING, self._preparers.num_unsent)
         self._counts.set_own(PREPARED, self._engines.num_prepared)
+        self._counts.set_own(WAITING, self._engines.num_waiting)
 
 
 class Preparation:
