@@ -58,14 +58,14 @@ class Lane:
         self._waiting: dict[Hashable, float] = {}  # since when, in the order of arrival
         self._spent_s = self._num_served = 0.0
         self._num_measured = 0
-        self._served_at: float | None = None  # while others wait
+        self._served_at = float("-inf")  # or when the first began to wait
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, request: Hashable, now: float) -> None:
         if not self._waiting:
-            if self._served_at is not None and now - self._served_at > _STALE_S:
+            if now - self._served_at > _STALE_S:
                 self._spent_s = self._num_served = self._num_measured = 0
             self._served_at = now
         self._waiting[request] = now
@@ -73,7 +73,7 @@ class Lane:
     def leave(self, request: Hashable, now: float, *, is_served: bool) -> None:
         """Remove a request that is served, or will not be."""
         del self._waiting[request]
-        if is_served and self._served_at is not None:
+        if is_served:
             self._spent_s = self._spent_s * _KEPT + now - self._served_at
             self._num_served = self._num_served * _KEPT + 1
             self._num_measured += 1
@@ -87,8 +87,14 @@ class Lane:
         """Return the time from one request that is served to the next, while others wait; 0 if that is not known."""
         if self._num_measured < _ENOUGH:
             return 0.0
-        stalled_s = now - self._served_at if self._waiting and self._served_at is not None else 0.0
+        stalled_s = now - self._served_at if self._waiting else 0.0
         return max(self._spent_s / self._num_served, stalled_s / 2)
+
+    def wait_s(self, now: float, num_ahead: int) -> float:
+        """Return how long the request waits that is behind so many others, if any wait here; 0 if that is not known, or
+        none had to for a while."""
+        num_ahead = num_ahead if self._waiting else 0
+        return max(0.0, (num_ahead + 1) * self.pace_s(now) - (now - self._served_at))
 
 
 class Flow:
@@ -163,7 +169,7 @@ class Flow:
             if now - since <= _BODY_S:
                 break
             num_slow += 1
-        return (len(self._pending) - num_slow) * self.pace_s(now) if self._pending else 0.0
+        return max(lane.wait_s(now, len(self._pending) - num_slow) for lane in self.lanes.values())
 
     def pace_s(self, now: float) -> float:
         return max([lane.pace_s(now) for lane in self.lanes.values() if len(lane)], default=0.0)
