@@ -35,8 +35,8 @@ from medialane.gateway import (
     http_bounds,
     no_others,
 )
-from medialane.gateway.http import SESSION_S, Sessions, error_form, is_from_this_machine, send_error
-from medialane.gateway.operators import MAX_STREAMS, GatewayView, Limits, RequestList, State, own_part, whole_state
+from medialane.gateway.http import MAX_STREAMS, SESSION_S, Sessions, error_form, is_from_this_machine, send_error
+from medialane.gateway.operators import GatewayView, Limits, RequestList, State, own_part, whole_state
 from medialane.observability import Metrics
 from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report

@@ -15,6 +15,7 @@ from medialane.gateway.http.access import (
     kind_of,
     metrics_key,
 )
+from medialane.gateway.http.asgi import MAX_STREAMS
 from medialane.gateway.http.health import Health, health_of
 from medialane.gateway.http.metrics import (
     METRICS_PATH,
@@ -39,6 +40,7 @@ __all__ = [
     "LEASE_PATH",
     "MAX_DISCARDED_BYTES",
     "MAX_HEADERS",
+    "MAX_STREAMS",
     "MAX_TARGET_BYTES",
     "MEDIA_PATH",
     "METRICS_PATH",

@@ -11,7 +11,7 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     operator  OPERATOR: shows everybody's requests, or      --admin-key, to read a session (`sessions`);
               changes the server                            without it none on this machine, and none suffices elsewhere
     login     LOGIN                                         none is needed
-    admin     all others                                    --admin-key; without it those of --api-key
+    admin     all others                                    --admin-key; without it --api-key
 
 Where clients have keys, requests of each tenant or API key find what they have cached themselves, unless the operator
 has one cache for all (`--share-cache`): whether something is cached is in answers, and in how long they take.
@@ -242,7 +242,7 @@ class AccessKeys:
 
 
 def client_keys(config: GatewayConfig, environ: Mapping[str, str]) -> list[str]:
-    """Return the keys of clients, but for those of --keys, that a gateway with this environment has."""
+    """Return the keys of clients, without the tenants of --keys, that a gateway with this environment has."""
     return [key for key in config.api_keys or [environ.get("VLLM_API_KEY", "")] if key]
 
 

@@ -39,7 +39,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 def health_of(workers: WorkerPool | None, problems: Iterable[str | None] = ()) -> Health:
-    """Return the gateway's current health. `problems` are those of other components; None entries are ignored.
+    """Return the gateway's current health. `problems` are what other components report; None entries are ignored.
     `workers` is None if it needs none."""
     own = () if workers is None else _worker_problems(workers)
     all_problems = tuple(problem for problem in (*own, *problems) if problem is not None)

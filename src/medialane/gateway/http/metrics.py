@@ -1,16 +1,16 @@
 """`/metrics`: of this gateway, of the others that share its port, and of the workers.
 
 Theory of operation. The kernel gives each connection to one of the gateways, hence a scrape reaches any of them. Each
-gateway serves its own figures, labelled with its index, over a unix socket. The gateway that is scraped reads those of
-the others and merges them family by family; figures of the host (store, workers), which are the same in every gateway,
-it adds once. A gateway that does not respond within `SCRAPE_TIMEOUT_S` is exposed with its last values: counters
-summed over gateways must not decrease while one restarts.
+gateway serves its own figures, labelled with its index, over a unix socket. The gateway that is scraped reads what the
+others have and merges it family by family; figures of the host (store, workers), which are the same in every gateway,
+it adds once. A gateway that does not respond within `SCRAPE_TIMEOUT_S` is exposed with its last values: counters summed
+over gateways must not decrease while one restarts.
 
 The socket also serves `/health`, by which a supervisor checks this gateway and not any of them, and what a gateway
 knows of its own requests (`operators`).
 
 The workers' metrics are pulled, not pushed: reading a registry takes a worker a few milliseconds, which are spent only
-for scrapes, and the values are as fresh as those of the engine's own server.
+for scrapes, and the values are as fresh as at the engine's own server.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ASK_TIMEOUT_S = 0.5
 #: A thousand requests have 1.2 MB.
 _MAX_ANSWER_BYTES = 32 << 20
 
-#: Asks the other gateways of a port for a path: their answers by index, None of those that do not answer.
+#: Asks the other gateways of a port for a path: their answers by index, None of a gateway that does not answer.
 AskOthers = Callable[[str], Awaitable[Mapping[str, bytes | None]]]
 
 

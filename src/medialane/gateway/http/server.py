@@ -1,5 +1,5 @@
-"""uvicorn's server with limits that it lacks: those of `protocol`, and the number of pending TLS handshakes
-(`wire.acceptor`). Behind the name router, it restores the client's address.
+"""uvicorn's server with limits that it lacks: on connections and headers (`protocol`), and on the number of pending TLS
+handshakes (`wire.acceptor`). Behind the name router, it restores the client's address.
 
 The router's own header has it, not `X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts
 it, or not, as without a router (`FORWARDED_ALLOW_IPS`, `sessions`).

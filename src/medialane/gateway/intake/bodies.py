@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 class BodyMemory:
     """The limit on the bytes of all requests together, and the buffers of their bodies: what is charged and what unused
-    buffers have is at most `max_bytes`, of which the requests of one tenant have a share, and `least_share` bytes in
+    buffers have is at most `max_bytes`. The requests of one tenant have a share of that, and `least_share` bytes in
     any case. One per event loop."""
 
     def __init__(

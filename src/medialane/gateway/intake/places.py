@@ -1,7 +1,7 @@
 """The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid.
 
 `extract` of a place returns the item, and the edits that replace it in the body by `reference`, a JSON string. Its
-errors are MedialaneErrors; those that name no field are about the place, `param`.
+errors are MedialaneErrors; one that names no field is about the place, `param`.
 
 vLLM's app does not pass embeddings, or items given only by their uuid, to its media connector but forwards their uuid:
 the reference is placed in the uuid.
@@ -41,14 +41,16 @@ from medialane.types.media import MODALITIES, Alias, MediaRef, Modality
 from medialane.types.media_lease import MEDIA_SCHEME, is_leased, leased_hash
 
 
-class UrlPlace(msgspec.Struct, frozen=True, gc=False):
-    """`string` is the URL, `options` are the members next to it."""
+class MediaPlace(msgspec.Struct, frozen=True, gc=False):
+    """`string` is the URL of media, `options` are the members next to it. If the client declares a `media_type`, it is
+    bare base64 instead, or the URL of leased media."""
 
     modality: Modality
     param: str
     string: msgspec.Raw
     options: ItemOptions | None = None
     uuid: str | None = None
+    media_type: str | None = None
 
     def extract(
         self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
@@ -56,30 +58,11 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
         io, options = read_options(self.options, self.modality, self.param, config)
         alias = None if self.uuid is None else Alias(self.uuid, self.modality, io, options)
         located = skeleton.locate(self.string)
-        url, media_type, data = _read_url(located, self.modality, config)
-        ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
-        return ref, [(located.start, located.end, reference)]
-
-
-class Base64Place(msgspec.Struct, frozen=True, gc=False):
-    """`string` is base64 of media that the client declares as `media_type`, or the URL of leased ones."""
-
-    modality: Modality
-    param: str
-    string: msgspec.Raw
-    media_type: str
-    uuid: str | None = None
-
-    def extract(
-        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
-    ) -> tuple[MediaRef, list[Edit]]:
-        located, url, data = skeleton.locate(self.string), None, None
-        if bytes(located.raw[1 : 1 + len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
-            url = _url(located)
+        if self.media_type is None:
+            url, media_type, data = _read_url(located, self.modality, config)
         else:
-            data = decode_base64(located.text(), config.max_data_url_bytes)
-        alias = None if self.uuid is None else Alias(self.uuid, self.modality)
-        ref = MediaRef(self.modality, self.param, url, data, self.media_type, salt, alias=alias)
+            url, media_type, data = _read_base64(located, self.media_type, config)
+        ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
         return ref, [(located.start, located.end, reference)]
 
 
@@ -147,12 +130,18 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
         return ref, [(located.start, located.end, reference)]
 
 
-Place = UrlPlace | Base64Place | EmbedsPlace | UuidPlace
+Place = MediaPlace | EmbedsPlace | UuidPlace
+#: The URL, the media type, and the bytes: either the URL or the bytes.
+_Read = tuple[str | None, str | None, bytes | None]
 
 
-def _read_url(
-    located: Located, modality: Modality, config: MediaConfig
-) -> tuple[str, None, None] | tuple[None, str | None, bytes]:
+def _read_base64(located: Located, media_type: str, config: MediaConfig) -> _Read:
+    if bytes(located.raw[1 : 1 + len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
+        return _url(located), media_type, None
+    return None, media_type, decode_base64(located.text(), config.max_data_url_bytes)
+
+
+def _read_url(located: Located, modality: Modality, config: MediaConfig) -> _Read:
     """Return media type and bytes of a data: URL; any other URL, and that of a published image, which the store
     reads."""
     head = located.head()

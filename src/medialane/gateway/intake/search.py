@@ -13,11 +13,10 @@ import msgspec
 from msgspec.structs import astuple
 
 from medialane.gateway.intake.places import (
-    Base64Place,
     EmbedsPlace,
     ItemOptions,
+    MediaPlace,
     Place,
-    UrlPlace,
     UuidPlace,
     decode_item,
 )
@@ -49,7 +48,7 @@ class _Object(msgspec.Struct, gc=False):
 class Part(msgspec.Struct, gc=False):
     """A content part of a message. In Anthropic's API, `image` has a source, and `tool_result` has parts of its own.
 
-    The members that can contain media come first: those of `core.modalities`, in its order.
+    The members that can contain media come first, in the order of `types.media.MODALITIES`.
     """
 
     image_url: msgspec.Raw = ABSENT
@@ -92,8 +91,8 @@ class RequestBody(msgspec.Struct):
     """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
     Requests for embeddings have either, or text or token ids in `input`; Cohere's have `texts`, `images` or `inputs`.
 
-    Media of a prompt of token ids are in `content_parts` (generate), processed items in `features`. Those of structured
-    decisions (`questions`) are in lists of URLs, which all belong to one prompt.
+    Media of a prompt of token ids are in `content_parts` (generate), processed items in `features`. Structured
+    decisions (`questions`) have media in lists of URLs, which all belong to one prompt.
 
     Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). Requests to score
     have two of the members INPUTS, `inputs` excepted.
@@ -265,7 +264,7 @@ def _in_message(param: str, message: object) -> list[Place]:
 def _in_urls(modality: Modality, param: str, urls: msgspec.Raw) -> list[Place]:
     """Return the places in a list of URLs, of Cohere's embeddings or of structured decisions."""
     values = decode_values(urls) if first_byte(urls) == BRACKET else []
-    return [UrlPlace(modality, f"{param}[{i}]", url) for i, url in enumerate(values) if is_filled(url)]
+    return [MediaPlace(modality, f"{param}[{i}]", url) for i, url in enumerate(values) if is_filled(url)]
 
 
 def _in_content_parts(parts: object) -> list[Place]:
@@ -281,7 +280,7 @@ def _in_content_parts(parts: object) -> list[Place]:
         part = decode_item(raw, _CONTENT_PARTS, param)
         uuid = string_or_none(part.uuid)
         if is_filled(part.url):
-            places.append(UrlPlace(kind.modality, param, part.url, part, uuid))
+            places.append(MediaPlace(kind.modality, param, part.url, part, uuid))
         elif uuid is not None:
             places.append(UuidPlace(kind.modality, param, part.uuid, uuid, part, is_embeds=False))
     return places
@@ -318,9 +317,11 @@ def _source_place(param: str, part: Part) -> Place | None:
         return None
     source = decode_item(part.source, _SOURCES, f"{param}.source")
     if string_or_none(source.type) == "url":
-        return UrlPlace("image", f"{param}.source", source.url) if is_filled(source.url) else None
+        return MediaPlace("image", f"{param}.source", source.url) if is_filled(source.url) else None
     media_type = string_or_none(source.media_type) or "image/jpeg"
-    return Base64Place("image", f"{param}.source", source.data, media_type) if is_filled(source.data) else None
+    return (
+        MediaPlace("image", f"{param}.source", source.data, media_type=media_type) if is_filled(source.data) else None
+    )
 
 
 def _uuid_place(param: str, part: Part) -> Place | None:
@@ -353,7 +354,7 @@ def _read_url(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Pl
         value = options.url
     if not is_filled(value):
         return None
-    return UrlPlace(kind.modality, param, value, options, string_or_none(part.uuid))
+    return MediaPlace(kind.modality, param, value, options, string_or_none(part.uuid))
 
 
 def _read_base64(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
@@ -363,7 +364,7 @@ def _read_base64(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) ->
     media_type = f"{kind.modality}/{string_or_none(item.format) or ''}"
     if not is_filled(item.data):
         return None
-    return Base64Place(kind.modality, param, item.data, media_type, string_or_none(part.uuid))
+    return MediaPlace(kind.modality, param, item.data, uuid=string_or_none(part.uuid), media_type=media_type)
 
 
 def _read_embeds(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:

@@ -16,14 +16,13 @@ import aiohttp
 import msgspec
 
 from medialane.gateway.http.access import REQUESTS_PATH, STATE_PATH, STREAM_PATH
-from medialane.gateway.http.asgi import NO_STORE, send_response
+from medialane.gateway.http.asgi import NO_STORE, StateStreams, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.served_models import Headers, Model, Request, ServedModels
-from medialane.gateway.operators.endpoints import INTERVAL_S, MAX_STREAMS
 from medialane.runtime.tasks import gather_or_cancel
-from medialane.types.errors import MedialaneError, ModelUnavailable, Unavailable
+from medialane.types.errors import MedialaneError, ModelUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +36,6 @@ _MAX_LISTED = 1000
 _NOT_ASKED = frozenset({b"content-length", b"content-type", b"accept", b"accept-encoding", b"if-none-match"})
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 _HAS_LABEL = re.compile(rb'[{,]model_name="')
-_EVENTS = (
-    (b"content-type", b"text/event-stream"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-)
 
 Handler = Callable[[Scope, Headers, Send], Awaitable[None]]
 
@@ -78,8 +72,7 @@ class _RequestList(msgspec.Struct):
 class OfAllModels:
     def __init__(self, models: ServedModels, *, is_stopping: Callable[[], bool] = bool) -> None:
         self._models = models
-        self._is_stopping = is_stopping
-        self._num_streams = 0
+        self._streams = StateStreams(is_stopping)
 
     def handler(self, method: str, path: str) -> Handler | None:
         """Return what answers a request that names no model; None if that must name one."""
@@ -135,29 +128,21 @@ class OfAllModels:
             await send_body(send, 200, await self._state(scope, headers))
 
     async def _send_stream(self, scope: Scope, headers: Headers, send: Send) -> None:
-        if self._num_streams >= MAX_STREAMS:
-            raise Unavailable(f"{MAX_STREAMS} streams of the state are open", retry_after_s=5)
-        self._num_streams += 1
-        try:
-            piece = b"retry: 1000\n\n" + await self._state_event(scope, headers)
-            await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
-            while piece and not self._is_stopping():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await asyncio.sleep(INTERVAL_S)
-                piece = await self._next_event(scope, headers)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._num_streams -= 1
+        is_first = True
 
-    async def _next_event(self, scope: Scope, headers: Headers) -> bytes:
-        """Return the next event of a stream; none if its reader is refused meanwhile."""
-        try:
-            return await self._state_event(scope, headers)
-        except _RefusedError:
-            return b""
+        async def document() -> bytes | None:
+            """Return the next one; none if the stream's reader is refused meanwhile."""
+            nonlocal is_first
+            try:
+                return await self._state(scope, headers)
+            except _RefusedError:
+                if is_first:
+                    raise
+                return None
+            finally:
+                is_first = False
 
-    async def _state_event(self, scope: Scope, headers: Headers) -> bytes:
-        return b"event: state\ndata: " + await self._state(scope, headers) + b"\n\n"
+        await self._streams.send(send, document)
 
     async def _state(self, scope: Scope, headers: Headers) -> bytes:
         """Return the document of all models. Raises _RefusedError."""

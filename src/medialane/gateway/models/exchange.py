@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from urllib.parse import unquote_plus
 
 import aiohttp
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.asgi import WITHOUT_LENGTH, header
+from medialane.gateway.http.asgi import WITHOUT_LENGTH, header, until_gone
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.middleware import Scope, Send
@@ -50,7 +50,7 @@ class Exchange:
         self.has_body = self.method not in WITHOUT_BODY and (
             self.header(b"content-length") not in (b"", b"0") or bool(self.header(b"transfer-encoding"))
         )
-        self._receive = receive
+        self.receive = receive
         self._send = send
         self._body: StreamedBody | None = None
 
@@ -58,7 +58,7 @@ class Exchange:
         return header(self.scope, name)
 
     def headers(self) -> Headers:
-        """Return those that a gateway gets, with the client's address."""
+        """Return the headers that a gateway gets, with the client's address."""
         removed = {CLIENT_HEADER} if self.has_body else {CLIENT_HEADER, b"content-length"}
         headers = [each for each in end_to_end(self.scope["headers"]) if each[0] not in removed]
         if self.is_websocket:
@@ -100,20 +100,11 @@ class Exchange:
         relay = _Relay(model, self._send)
         try:
             if body is None:
-                await self.until_gone(relay.run(request))
+                await until_gone(self.receive, relay.run(request))
             else:
                 await first_of(relay.run(request), body.until_gone())
         except (aiohttp.ClientError, TimeoutError) as error:
             relay.failed(error, None if body is None else body.error)
-
-    async def until_gone(self, work: Awaitable[None]) -> None:
-        """Await `work`, which answers a request without a body, unless the client disconnects before."""
-
-        async def gone() -> None:
-            while not (await self._receive())["type"].endswith(".disconnect"):
-                pass
-
-        await first_of(work, gone())
 
     def close(self) -> None:
         """Release the memory of what was read. Idempotent."""
@@ -122,7 +113,7 @@ class Exchange:
 
     def _open_body(self, memory: BodyMemory, config: GatewayConfig, limit: int) -> StreamedBody:
         charge = BudgetCharge(memory)
-        return StreamedBody(self._receive, BoundedReceive(self._receive, limit, charge, config), charge)
+        return StreamedBody(self.receive, BoundedReceive(self.receive, limit, charge, config), charge)
 
 
 class _Relay:

@@ -27,6 +27,7 @@ from medialane.gateway.http.access import (
     responding,
     send_unauthorized,
 )
+from medialane.gateway.http.asgi import until_gone
 from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
 from medialane.gateway.intake import BodyMemory, Receive
 from medialane.gateway.middleware import Scope, Send
@@ -89,7 +90,7 @@ class NameRouter:
         if name is None:
             answer = self._of_all.handler(exchange.method, exchange.path)
             if answer is not None:
-                return await exchange.until_gone(answer(exchange.scope, _identified(exchange), own))
+                return await until_gone(exchange.receive, answer(exchange.scope, _identified(exchange), own))
             if _is_of_any(exchange):
                 return await self._forward(exchange, self._models.any_serving())
         may_send = self._may_send(exchange)

@@ -107,7 +107,7 @@ class Gateways:
 
 
 def end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Return the headers without those of a single connection, which `Connection` may name."""
+    """Return the headers without hop-by-hop ones, which `Connection` may name."""
     named = {
         word.strip().lower() for name, value in headers if name.lower() == b"connection" for word in value.split(b",")
     }
@@ -131,8 +131,8 @@ MAX_LEARNED = 4096
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What the router is told of a model: `label` is its table's name; `names` are those of `--served-model-name`,
-    `adapters` those of `--lora-modules`, `sockets` the paths at which its gateways listen."""
+    """What the router is told of a model: `label` is its table's name; `names` are from `--served-model-name`,
+    `adapters` from `--lora-modules`, `sockets` the paths at which its gateways listen."""
 
     label: str
     names: tuple[str, ...]

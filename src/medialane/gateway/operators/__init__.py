@@ -3,17 +3,16 @@
 `part` is what one gateway knows, `state` the parts of all added up, `endpoints` answers for both.
 """
 
-from medialane.gateway.operators.endpoints import MAX_STREAMS, OperatorEndpoints, RequestList
-from medialane.gateway.operators.part import GatewayView, Limits, Part, own_part
+from medialane.gateway.operators.endpoints import OperatorEndpoints, RequestList
+from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, own_part
 from medialane.gateway.operators.state import HostView, State, StoreView, whole_state, worker_host
 
 __all__ = [
-    "MAX_STREAMS",
+    "GatewayPart",
     "GatewayView",
     "HostView",
     "Limits",
     "OperatorEndpoints",
-    "Part",
     "RequestList",
     "State",
     "StoreView",

@@ -1,6 +1,6 @@
 """The page, its JSON API, its event stream, and the login (docs/reference/state.md).
 
-Theory of operation. A gateway that is asked makes its own part, and gets those of its siblings over their sockets. All
+Theory of operation. A gateway that is asked makes its own part, and gets its siblings' parts over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who
 may look.
 """
@@ -11,9 +11,8 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import cache
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
@@ -33,25 +32,30 @@ from medialane.gateway.http.access import (
     STREAM_PATH,
     AccessKeys,
 )
-from medialane.gateway.http.asgi import JSON, NO_STORE, header, query_fields, send_response
+from medialane.gateway.http.asgi import (
+    INTERVAL_S,
+    JSON,
+    NO_STORE,
+    StateStreams,
+    header,
+    query_fields,
+    send_response,
+    until_gone,
+)
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, no_others
-from medialane.gateway.operators.part import GatewayView, Limits, Part, newest_decisions, own_part
+from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, newest_decisions, own_part
 from medialane.gateway.operators.state import State, store_view, whole_state
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
-from medialane.types.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
+from medialane.types.errors import InvalidKey, InvalidRequest, NotFound
 from medialane.types.media import MODALITIES
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-#: Between two events of a stream, and at least between two documents.
-INTERVAL_S = 1.0
-#: Streams that are open at a gateway.
-MAX_STREAMS = 32
 #: Listed requests.
 MAX_LIMIT = 1000
 #: A wrong key is answered so much later.
@@ -83,7 +87,7 @@ class Login(msgspec.Struct):
 
 
 class RequestList(msgspec.Struct):
-    """Requests of one gateway, or of all; those that run are first."""
+    """Requests of one gateway, or of all; running ones are first."""
 
     requests: list[RequestView]
     gateways_missing: list[str] = []
@@ -96,8 +100,8 @@ class _PageFile(NamedTuple):
 
 
 class OperatorEndpoints:
-    """Those of one gateway, which is `index` of its port. `store` is None if the model takes no media. Streams end when
-    `is_stopping`."""
+    """The endpoints of one gateway, which is `index` of its port. `store` is None if the model takes no media. Streams
+    end when `is_stopping`."""
 
     def __init__(
         self,
@@ -123,10 +127,9 @@ class OperatorEndpoints:
         self._health = health
         self._keys = keys
         self._ask_others = ask_others
-        self._is_stopping = is_stopping
         self._interval_s = interval_s
         self._started_at = round(time.time(), 3)
-        self._num_streams = 0
+        self._streams = StateStreams(is_stopping, interval_s=interval_s, place=" at this gateway")
         self._documents: dict[Limits, tuple[float, bytes]] = {}
         self._making = asyncio.Lock()
 
@@ -203,23 +206,7 @@ class OperatorEndpoints:
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
-        with self._open_stream():
-            document = await self._document(limits)
-            headers = [
-                (b"content-type", b"text/event-stream"),
-                (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no"),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await _send_piece(send, b"retry: 1000\n\n")
-            async with _disconnect_of(receive) as disconnected:
-                while not (disconnected.is_set() or self._is_stopping()):
-                    await _send_piece(send, b"event: state\ndata: " + document + b"\n\n")
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(self._interval_s):
-                            await disconnected.wait()
-                    document = await self._document(limits)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await until_gone(receive, self._streams.send(send, partial(self._document, limits)))
 
     async def _document(self, limits: Limits) -> bytes:
         """Return the state, at most `interval_s` old."""
@@ -229,8 +216,8 @@ class OperatorEndpoints:
             if now - made_at < self._interval_s * 0.9:
                 return document
             others, _ = await asyncio.gather(self._ask_others(f"part?{_query(limits)}"), self._refresh_store())
-            parts: dict[str, Part | None] = {self._index: await self._part(limits, is_asked=True)}
-            parts |= {index: _decoded(answer, Part) for index, answer in others.items()}
+            parts: dict[str, GatewayPart | None] = {self._index: await self._part(limits, is_asked=True)}
+            parts |= {index: _decoded(answer, GatewayPart) for index, answer in others.items()}
             in_order = {index: parts[index] for index in sorted(parts, key=int)}
             await asyncio.sleep(0)
             document = msgspec.json.encode(await self._state(in_order, limits))
@@ -240,7 +227,7 @@ class OperatorEndpoints:
             self._documents[limits] = now, document
             return document
 
-    async def _part(self, limits: Limits, *, is_asked: bool) -> Part:
+    async def _part(self, limits: Limits, *, is_asked: bool) -> GatewayPart:
         health = self._health()
         own = GatewayView(
             self._index,
@@ -253,7 +240,7 @@ class OperatorEndpoints:
         )
         return await own_part(own, self._recent, self._workers, limits)
 
-    async def _state(self, parts: Mapping[str, Part | None], limits: Limits) -> State:
+    async def _state(self, parts: Mapping[str, GatewayPart | None], limits: Limits) -> State:
         return await whole_state(
             parts,
             limits,
@@ -283,16 +270,6 @@ class OperatorEndpoints:
             send, 204, headers=[(b"set-cookie", self._keys.sessions.no_cookie(scope).encode()), NO_STORE]
         )
 
-    @contextmanager
-    def _open_stream(self) -> Iterator[None]:
-        if self._num_streams >= MAX_STREAMS:
-            raise Unavailable(f"{MAX_STREAMS} streams of the state are open at this gateway", retry_after_s=5)
-        self._num_streams += 1
-        try:
-            yield
-        finally:
-            self._num_streams -= 1
-
 
 class _Endpoint:
     """One of them as an ASGI app: Starlette takes a function for a handler of its own."""
@@ -302,24 +279,6 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._respond(scope, receive, send)
-
-
-@asynccontextmanager
-async def _disconnect_of(receive: Receive) -> AsyncIterator[asyncio.Event]:
-    """Yield what is set when the client has gone."""
-    disconnected = asyncio.Event()
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        disconnected.set()
-
-    watching = asyncio.create_task(watch(), name="stream-watch")
-    try:
-        yield disconnected
-    finally:
-        watching.cancel()
-        await asyncio.wait([watching])
 
 
 def _decoded(answer: bytes | None, kind: type[V]) -> V | None:
@@ -360,10 +319,6 @@ def _page_files() -> dict[str, _PageFile]:
             body = file.read_bytes()
             found[file.name] = _PageFile(body, media_type, b'"%b"' % hashlib.sha256(body).hexdigest()[:16].encode())
     return found
-
-
-async def _send_piece(send: Send, piece: bytes) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 def _limits(fields: Mapping[str, str]) -> Limits:

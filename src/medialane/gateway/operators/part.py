@@ -121,7 +121,7 @@ class Limits(NamedTuple):
     decisions: int = 20
 
 
-class Part(msgspec.Struct):
+class GatewayPart(msgspec.Struct):
     gateway: GatewayView
     stages: dict[str, StageView]
     live: list[RequestView]
@@ -138,7 +138,7 @@ class Part(msgspec.Struct):
     decisions: list[dict[str, object]]
 
 
-async def own_part(gateway: GatewayView, recent: RecentRequests, workers: WorkerPool, limits: Limits) -> Part:
+async def own_part(gateway: GatewayView, recent: RecentRequests, workers: WorkerPool, limits: Limits) -> GatewayPart:
     """Return the part of this gateway. A thousand requests take 10 ms: in between, the event loop goes on."""
     sums = _Sums()
     live = recent.live
@@ -150,7 +150,7 @@ async def own_part(gateway: GatewayView, recent: RecentRequests, workers: Worker
         await let_others_run(number)
     await asyncio.sleep(0)
     steps = recent.rates.steps()
-    return Part(
+    return GatewayPart(
         gateway=msgspec.structs.replace(gateway, live=len(live)),
         stages=sums.stages,
         live=[request_view(record, gateway.index) for record in live[: limits.live]],
@@ -172,7 +172,7 @@ async def own_part(gateway: GatewayView, recent: RecentRequests, workers: Worker
 
 
 def newest_decisions(recent: RecentRequests, gateway: str, number: int) -> list[dict[str, object]]:
-    """Return the last routing decisions of this gateway with their reasons, those of the newest request first."""
+    """Return the last routing decisions of this gateway with their reasons, the newest request first."""
     return list(islice(_decisions(recent, gateway), number))
 
 

@@ -15,10 +15,10 @@ import medialane
 from medialane.gateway.operators.part import (
     WINDOW_S,
     ErrorGroup,
+    GatewayPart,
     GatewayView,
     Group,
     Limits,
-    Part,
     StageView,
     let_others_run,
 )
@@ -171,7 +171,7 @@ class State(msgspec.Struct, frozen=True):
 
 
 async def whole_state(
-    parts: Mapping[str, Part | None],
+    parts: Mapping[str, GatewayPart | None],
     limits: Limits,
     *,
     model: str,
@@ -180,9 +180,9 @@ async def whole_state(
     store: StoreView | None,
     now: float | None = None,
 ) -> State:
-    """Return the state of the server. `parts` are those of all gateways of the port, None of those that are down. What
-    the gateway that is asked sees of the server itself: `endpoints` are its workers, `encoder_caches` how many
-    embeddings are in those of each and how many fit, `store` is that of its host."""
+    """Return the state of the server. `parts` are of all gateways of the port, None for one that is down. The
+    gateway that is asked sees the rest itself: `endpoints` are its workers, `encoder_caches` how many embeddings each
+    has and how many fit, `store` is the one of its host."""
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
     by_worker = _sum_groups(part.by_worker for part in known)
@@ -271,7 +271,7 @@ def worker_host(name: str) -> str:
 
 
 def _worker(
-    endpoint: Endpoint, encoder_caches: Mapping[str, tuple[int, int]], parts: Sequence[Part], group: Group
+    endpoint: Endpoint, encoder_caches: Mapping[str, tuple[int, int]], parts: Sequence[GatewayPart], group: Group
 ) -> WorkerView:
     name, card, ranks = endpoint.worker_id, endpoint.card, endpoint.num_ranks
     at = {part.gateway.index: part.workers[name] for part in parts if name in part.workers}
@@ -314,7 +314,7 @@ def _workers(views: Sequence[WorkerView], limit: int) -> WorkersView:
 
 
 def _attention(view: WorkerView) -> tuple[bool, float, int, int]:
-    """Those that need attention are first; otherwise the order stays that of the configuration."""
+    """Workers that need attention are first; otherwise the order of the configuration stays."""
     return view.state == "ready", -(view.oldest_ms or 0.0), -view.waiting, -view.running
 
 
@@ -334,7 +334,7 @@ def _host(name: str, views: Sequence[WorkerView]) -> HostView:
     return HostView(name, is_own, len(workers), num_ready, len(views) - len(workers), " or ".join(sorted(stores)))
 
 
-def _live(parts: Sequence[Part], limit: int) -> LiveView:
+def _live(parts: Sequence[GatewayPart], limit: int) -> LiveView:
     stages: dict[str, StageView] = {}
     for part in parts:
         for name, each in part.stages.items():
@@ -344,7 +344,7 @@ def _live(parts: Sequence[Part], limit: int) -> LiveView:
     return LiveView(num, [stages[name] for name in STAGES if name in stages], listed[:limit])
 
 
-def _errors(parts: Sequence[Part]) -> list[ErrorGroup]:
+def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
     """Return the errors by code, the most frequent first, each with its last request."""
     groups: dict[str, ErrorGroup] = {}
     for part in parts:

@@ -37,7 +37,7 @@ _DATA_URL = re.compile(r"data:[^\s\"')]+")
 
 
 class ItemRecord:
-    """What is known of one item. `timeline` has the times of what has ended, `live` those of what has not. Between
+    """What is known of one item. `timeline` has the times of what has ended, `live` of what has not. Between
     `started_at` and `ended_at` (perf_counter) it was found or made; `error` is the code with which that failed."""
 
     def __init__(self, ref: MediaRef) -> None:
@@ -83,9 +83,9 @@ class ItemRecord:
 class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was used of one item; members that do not apply are omitted.
 
-    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are those of the sampled
-    frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding` is what the
-    worker did about the item's embedding, if it keeps embeddings.
+    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are the times
+    of the sampled frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding`
+    is what the worker did about the item's embedding, if it keeps embeddings.
     """
 
     param: str

@@ -1,10 +1,10 @@
 """The requests of this gateway that live, and the last ones: of all, of the failed, and of the slow.
 
 Theory of operation. Records are kept as they are, and become views only when someone reads them. The last `SIZE` of all
-would be seconds under load, so those that failed or were slow are kept longer, each in a ring of its own.
+would be seconds under load, so failed and slow ones are kept longer, each in a ring of its own.
 
 `rates` counts all of them, in steps of five seconds of the last quarter of an hour. A step counts times to first token
-by buckets that double, so that those of several gateways can be added up.
+by buckets that double, so that several gateways' counts can be added up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from medialane.gateway.records.record import RequestRecord
 
 #: Kept of all requests.
 SIZE = 1000
-#: Kept of those that failed, and of the slow ones.
+#: Kept of the failed, and of the slow ones.
 MARKED_SIZE = 250
 #: A request is slow whose first token took longer, in ms.
 SLOW_MS = 1000.0
@@ -84,11 +84,11 @@ class RecentRequests:
 
     @property
     def live(self) -> list[RequestRecord]:
-        """Those that have not ended, the oldest first."""
+        """Requests that have not ended, the oldest first."""
         return list(self._live.values())
 
     def newest(self, wanted: RequestFilter) -> Iterator[RequestRecord]:
-        """Yield what is wanted, newest first: live ones before those that have ended."""
+        """Yield what is wanted, newest first: live ones before ended ones."""
         for record in reversed(self._live.values()):
             if wanted.wants(record):
                 yield record
@@ -101,11 +101,11 @@ class RecentRequests:
         return next((each for each in self._all() if each.id == request_id), None)
 
     def errors(self) -> Iterable[RequestRecord]:
-        """Return those that have failed, newest first."""
+        """Return the failed ones, newest first."""
         return reversed(self._failed)
 
     def ended_within(self, seconds: float) -> Iterator[RequestRecord]:
-        """Yield those of the last seconds that are kept, newest first."""
+        """Yield what is kept of the last seconds, newest first."""
         since = time.perf_counter() - seconds
         return takewhile(lambda record: (record.ended_at or 0.0) > since, reversed(self._last))
 
@@ -170,9 +170,8 @@ class Waits(msgspec.Struct):
 
 
 class Step(msgspec.Struct):
-    """The requests that ended in one step. `number` counts steps since the epoch. `items` are media items, of which
-    `items_cached` were cached and `items_shared` made once for several requests. `codes` counts those with an error, by
-    its code."""
+    """The requests that ended in one step. `number` counts steps since the epoch. `items` are media items:
+    `items_cached` were cached, `items_shared` made once for several requests. `codes` counts failed ones by code."""
 
     number: int
     requests: int = 0
@@ -197,7 +196,7 @@ _SUMS = tuple(name for name in Step.__struct_fields__ if name not in {"number", 
 
 
 class Rates:
-    """The steps of one gateway, of which only those with requests exist."""
+    """The steps of one gateway; a step without requests does not exist."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -240,7 +239,7 @@ class Rates:
 
 
 class Series(msgspec.Struct, frozen=True):
-    """Rates as operators see them: the values of each step, the oldest first, of which the last has not ended.
+    """Rates as operators see them: the values of each step, the oldest first; the last one has not ended.
     `started_at` is the start of the first one. Percentiles are None without requests."""
 
     started_at: int

@@ -66,8 +66,8 @@ class RequestError(msgspec.Struct, frozen=True):
 class RequestRecord:
     """What is known of one request; its scope fills it.
 
-    `reports` are those of its items in the order in which they were prepared, `sent` is how its last prompt was sent,
-    `engine_cached_tokens` what its engine had of that; `prompt_tokens` and the like are those of all its prompts.
+    `reports` are about its items in the order in which they were prepared, `sent` is how its last prompt was sent,
+    `engine_cached_tokens` what its engine had of that; `prompt_tokens` and the like are sums over all its prompts.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class RequestRecord:
         self.items = {ref.param: ItemRecord(ref) for ref in refs[:MAX_ITEMS]}
 
     def finding(self, ref: MediaRef) -> _Finding:
-        """Record that an item is looked up or made during the block. Its times are added to those of the request."""
+        """Record that an item is looked up or made during the block. Its times are added to the request's."""
         return _Finding(self, self.items.get(ref.param))
 
     def found(self, timeline: StageTimeline, shared_ms: float) -> None:
@@ -110,8 +110,8 @@ class RequestRecord:
         self.shared_ms = max(self.shared_ms, shared_ms)
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
-        are `is_reported` are in the report of the answer."""
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. If it
+        `is_reported`, they are in the report of the answer."""
         for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
             if is_reported:
                 self.reports += (media_report(item, count),)

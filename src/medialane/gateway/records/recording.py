@@ -326,7 +326,7 @@ class RecordedBody:
         self._parsed = request.parsed()
 
     def is_sampled(self) -> bool:
-        """Return whether this request's conversation is among those that are recorded."""
+        """Return whether this request's conversation is to be recorded."""
         share = self._config.share
         if share >= 1:
             return True

@@ -5,7 +5,7 @@ string. So equal beginnings stay equal beginnings, which prefix caches depend on
 replacements: they cannot be told by how often they occur. What stays are lengths, line breaks, the structure of the
 JSON, and the strings that servers interpret (roles, types, formats, names of functions).
 
-A stand-in is the URL for media of which only the size is kept: `medialane:sample/image/KEY?width=1024&height=768`.
+A stand-in is the URL for media whose size alone is kept: `medialane:sample/image/KEY?width=1024&height=768`.
 Equal media have equal keys, so whatever is made of a stand-in is found in caches where the original was.
 """
 
@@ -23,7 +23,7 @@ from blake3 import blake3
 from medialane.gateway.references import REFERENCE_SCHEME
 from medialane.types.media import MediaSize, Modality
 
-#: Long words are those of languages that do not separate them.
+#: Languages that do not separate words have long ones.
 _WORD = re.compile(r"\w{1,12}")
 _LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
 #: Names of members whose strings servers interpret.
@@ -133,7 +133,7 @@ class Redaction:
 
 SAMPLE_SCHEME = f"{REFERENCE_SCHEME}sample/"
 _PATTERN = re.compile(rf"{SAMPLE_SCHEME}(image|video|audio)/([0-9a-f]{{1,64}})(?:\?(.*))?")
-#: The only member that has bare base64 (`intake.places.Base64Place`); elsewhere media are URLs.
+#: The only member that has bare base64 (`intake.places.MediaPlace`); elsewhere media are URLs.
 _BARE = "data"
 _MEMBERS = ("width", "height", "num_frames", "num_samples", "num_bytes")
 #: What a number in a file may be at most: a line must not have compare fill the memory.
@@ -141,8 +141,8 @@ _MOST = 1 << 30
 
 
 class StandIn(msgspec.Struct, frozen=True):
-    """Media of this key and size; 0 is unknown. `num_samples` counts those of audio at 16 kHz, `num_bytes` is the size
-    of the file."""
+    """Media of this key and size; 0 is unknown. `num_samples` are of audio at 16 kHz, `num_bytes` is the size of the
+    file."""
 
     modality: Modality
     key: str

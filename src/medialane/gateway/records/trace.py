@@ -33,8 +33,8 @@ from medialane.types.request import EngineRequest, OutputDelta
 if TYPE_CHECKING:
     from medialane.gateway.transports import TransferPath
 
-#: The operation of GenAI's semantic conventions, by path. Others are named by method and path, those that are not in
-#: this table by the method alone: a client chooses the path.
+#: The operation of GenAI's semantic conventions, by path. Others are named by method and path, and by the
+#: method alone if the path is not in this table: a client chooses the path.
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/chat/completions/batch": "chat",

@@ -47,8 +47,8 @@ class AttemptView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ItemView(msgspec.Struct, frozen=True):
-    """One media item; None is unknown, or does not apply. `bytes` are those of its file, `feature_bytes` those of what
-    is sent to the worker."""
+    """One media item; None is unknown, or does not apply. `bytes` is the size of its file, `feature_bytes` of what is
+    sent to the worker."""
 
     param: str
     modality: str
