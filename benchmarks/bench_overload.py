@@ -10,8 +10,8 @@ the part of the engines' time that those requests took: by their number alone, r
 `no control`: a worker accepts all. `vLLM's caps`: workers refuse as vLLM with --max-num-queued-tokens, set as its
 documentation says: to the tokens that a worker prefills within the limit, as measured. `TTFT limit`:
 --gateway-ttft-limit and --gateway-queue-requests. `tenants`: a client of texts alone, and beside one whose images would
-take three times the capacity. `vLLM`: one real worker of the tiny model at three times its capacity, which has no CPU
-to spare: reported, not judged.
+take three times the capacity. `shares`: two tenants that ask the same, one ten times as often. `vLLM`: one real worker
+of the tiny model at three times its capacity, which has no CPU to spare: reported, not judged.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ WORKER = (
     *("--simulated-max-num-batched-tokens", "128"),
 )
 CAPS = "--simulated-max-num-queued-tokens"
+#: No queue in gateways.
+UNLIMITED = ("--gateway-queue-requests", "0")
 NO_CONTROL, VLLM_CAPS, TTFT_LIMIT = "no control", "vLLM's caps", "TTFT limit"
 
 POISSON, STEP = "Poisson", "step"
@@ -63,12 +65,15 @@ CAPACITY_S = 5.0
 CLIENTS_PER_WORKER = 6
 #: Of the capacity, of the client of texts.
 TEXT_LOAD, MEDIA_OVERLOAD = 0.4, 3.0
+#: Of the capacity, of the tenant that asks less often.
+HALF_LOAD = 0.65
 _SETTLE_S = 0.5
 
-MIN_GOODPUT, MAX_TTFT, MAX_TEXT_TTFT, MAX_REFUSAL_MS, MAX_CPU_SHARE = 0.9, 1.2, 1.5, 10.0, 0.5
+MIN_GOODPUT = {3.0: 0.9, 5.0: 0.85}
+MAX_TTFT, MAX_TEXT_TTFT, MAX_REFUSAL_MS, MAX_CPU_SHARE, MAX_UNFAIR, MAX_AFTER_S = 1.2, 1.5, 10.0, 0.5, 0.1, 2.0
 JUDGED_LOADS = (3.0, 5.0)
 
-GOODPUT, SHARE = "goodput/s", "engines' share"
+GOODPUT, SHARE, SERVICE = "goodput/s", "engines' share", "service of 10 times / once"
 
 Row = dict[str, object]
 
@@ -83,6 +88,7 @@ class Bench:
     capacity: float = 0.0
     rows: list[Row] = field(default_factory=list)
     tenants: list[Row] = field(default_factory=list)
+    shares: list[Row] = field(default_factory=list)
 
     @property
     def warm_s(self) -> float:
@@ -103,10 +109,17 @@ class Bench:
         def step(at_s: float) -> float:
             return self.capacity * (3.0 if begins_s < at_s < ends_s else 0.5)
 
-        await self._measure(mode, setup, STEP, load=3.0, rate=step)
+        await self._measure(mode, setup, STEP, load=3.0, rate=step, ends_s=ends_s)
 
     async def _measure(
-        self, mode: str, setup: Setup, arrivals: str, *, load: float, rate: Callable[[float], float]
+        self,
+        mode: str,
+        setup: Setup,
+        arrivals: str,
+        *,
+        load: float,
+        rate: Callable[[float], float],
+        ends_s: float = 0.0,
     ) -> None:
         pids = setup.pids()
         before, began_s = cpu_seconds(pids), time.perf_counter()
@@ -122,6 +135,7 @@ class Bench:
                 "load": load,
                 **_figures(answers),
                 "CPU share": share,
+                "refuses after the step s": max(0.0, answers.last_refusal_s - ends_s) if ends_s else 0.0,
             }
         )
         print("  " + ", ".join(f"{name} {value}" for name, value in self.rows[-1].items()), flush=True)
@@ -138,6 +152,18 @@ class Bench:
             self.tenants.append(row)
             print("  " + ", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             await asyncio.sleep(_SETTLE_S)
+
+    async def measure_shares(self, mode: str, setup: Setup) -> None:
+        """Measure two tenants that ask the same, one of them ten times as often; both ask for more than a half."""
+        rate = HALF_LOAD * self.capacity
+        flows = [Flow(MIX, steadily(10 * rate), setup.key), Flow(MIX, steadily(rate), setup.other_key)]
+        seconds = self.counted_s * (1 if self.quick else 2)
+        often, seldom = await self.clients.send(setup.urls, flows, warm_s=self.warm_s, seconds=seconds)
+        row: Row = {"mode": mode, "gateways": len(setup.urls)}
+        row |= {"10 times work s": often.work_s, "once work s": seldom.work_s, SERVICE: often.work_s / seldom.work_s}
+        self.shares.append(row)
+        print("  " + ", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        await asyncio.sleep(_SETTLE_S)
 
 
 @dataclass(frozen=True)
@@ -172,7 +198,10 @@ async def _run(options: Options) -> Report:
 async def _uncontrolled(bench: Bench, session: aiohttp.ClientSession) -> None:
     """Measure what gateways do without admission of ours, and vLLM's caps with the same gateways."""
     number = 1 if bench.quick else NUM_GATEWAYS
-    async with _workers(bench.host, "plain") as worker, _gateways(bench, session, worker, number=number) as setup:
+    async with (
+        _workers(bench.host, "plain") as worker,
+        _gateways(bench, session, worker, number=number, settings=UNLIMITED) as setup,
+    ):
         first = Setup(setup.urls[:1], setup.pids)
         total = CLIENTS_PER_WORKER * NUM_WORKERS
         measured = await bench.clients.closed_loop(first.urls[0], number=total, warm_s=CAPACITY_S, seconds=CAPACITY_S)
@@ -208,6 +237,7 @@ async def _controlled(bench: Bench, session: aiohttp.ClientSession, number: int)
         loads = QUICK_LOADS if bench.quick else LOADS if number == 1 else FEWER_LOADS
         await bench.measure(TTFT_LIMIT, setup, loads)
         await bench.measure_tenants(TTFT_LIMIT, setup)
+        await bench.measure_shares(TTFT_LIMIT, setup)
 
 
 class _Workers:
@@ -289,7 +319,7 @@ async def _real(model: str, folder: Path, clients: Clients) -> list[Row]:
     """Return rows for one worker of vLLM at three times its capacity, without and with the limit."""
     rows: list[Row] = []
     rate = 0.0
-    for mode, settings in ((NO_CONTROL, ()), (TTFT_LIMIT, ("--gateway-ttft-limit", str(LIMIT_S)))):
+    for mode, settings in ((NO_CONTROL, UNLIMITED), (TTFT_LIMIT, ("--gateway-ttft-limit", str(LIMIT_S)))):
         log = folder / f"serve-{len(rows)}.log"
         async with medialane_server(model, log, settings=("--workers", "1", *settings)) as server:
             if not rate:
@@ -330,7 +360,7 @@ def _figures(answers: Answers) -> Row:
 
 
 def _report(bench: Bench, real: list[Row]) -> Report:
-    report = Report("overload", {"loads": bench.rows, "tenants": bench.tenants})
+    report = Report("overload", {"loads": bench.rows, "tenants": bench.tenants, "shares": bench.shares})
     if real:
         report.tables["vLLM"] = real
     for number in sorted({int(str(row["gateways"])) for row in bench.rows}):
@@ -345,6 +375,8 @@ def _report(bench: Bench, real: list[Row]) -> Report:
             for row in bench.tenants
             if (row["mode"], row["gateways"]) == (TTFT_LIMIT, number)
         )
+        (service,) = (_number(row, SERVICE) for row in bench.shares if row["gateways"] == number)
+        report.bars.append(Bar(_name(number, f"{SERVICE}, off 1"), abs(service - 1), MAX_UNFAIR, "at most"))
         report.bars.append(
             Bar(_name(number, "texts' TTFT p99 with 3x media / alone"), beside / alone, MAX_TEXT_TTFT, "at most")
         )
@@ -357,14 +389,17 @@ def _bars(number: int, rows: Sequence[Row]) -> list[Bar]:
         if row["arrivals"] == POISSON and row["load"] in JUDGED_LOADS:
             for figure in (GOODPUT, SHARE):
                 name = _name(number, f"{figure} at {row['load']:g}x, of the best")
-                bars.append(Bar(name, _number(row, f"{figure} of best"), MIN_GOODPUT, "at least"))
+                least = MIN_GOODPUT[float(str(row["load"]))]
+                bars.append(Bar(name, _number(row, f"{figure} of best"), least, "at least"))
     ttft = max(_number(row, "ttft p99 s") for row in rows)
     refusal = max(_number(row, "refusal p99 ms") for row in rows)
     share = max(_number(row, "CPU share") for row in rows)
+    after_s = max(_number(row, "refuses after the step s") for row in rows)
     return [
         *bars,
         Bar(_name(number, "TTFT p99 of admitted requests / limit, any load"), ttft / LIMIT_S, MAX_TTFT, "at most"),
         Bar(_name(number, "refusals, p99 at any load, ms"), refusal, MAX_REFUSAL_MS, "at most"),
+        Bar(_name(number, "refuses after a step ends, s"), after_s, MAX_AFTER_S, "at most"),
         Bar(_name(number, "CPU share, any load"), share, MAX_CPU_SHARE, "at most"),
     ]
 

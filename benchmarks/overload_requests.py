@@ -77,6 +77,7 @@ class Answers:
     """The answers of the counted part of one load, `seconds` long."""
 
     seconds: float
+    began_s: float = 0.0
     ended_s: float = 0.0
     streams: list[Stream] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -95,6 +96,16 @@ class Answers:
         """Those of admitted requests; of one without a token, the time that it has waited in vain."""
         admitted = [stream for stream in self.streams if stream.status not in _REFUSED and not stream.error]
         return [(stream.arrivals[0] if stream.arrivals else self.ended_s) - stream.began_s for stream in admitted]
+
+    @property
+    def last_refusal_s(self) -> float:
+        """When the last request was sent that was refused, since the start of the load; 0 if none was."""
+        return max([stream.began_s - self.began_s for stream in self.refused], default=0.0)
+
+    @property
+    def work_s(self) -> float:
+        """The seconds of engine time of what was answered."""
+        return sum(WORK_S[kind] for kind, stream in zip(self.kinds, self.streams, strict=True) if stream.arrivals)
 
     def goodput(self, limit_s: float) -> float:
         """Return the requests per second whose first token came within the limit."""
@@ -169,7 +180,7 @@ class Clients:
 
     async def _send(self, urls: Sequence[str], flow: Flow, warm_s: float, seconds: float) -> Answers:
         answers, asked = Answers(seconds), list[asyncio.Task[None]]()
-        began_s = at = time.perf_counter()
+        answers.began_s = began_s = at = time.perf_counter()
         while True:
             at += self._random.expovariate(flow.rate(at - began_s))
             if at > began_s + warm_s + seconds:

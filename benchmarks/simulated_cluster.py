@@ -21,7 +21,6 @@ from typing import Any, Literal, cast
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
-from medialane.gateway.admission import CostForecast, TtftExpectation, TtftLimit
 from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig, RoutingRequest
 from medialane.testing.fake_worker_link import FakeLink
@@ -30,10 +29,9 @@ from medialane.testing.simulated.engine import simulated_card, simulated_schedul
 from medialane.testing.simulated.scheduler import Step
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
 from medialane.types.block_hash import prompt_block_ids
-from medialane.types.errors import TtftLimitExceeded
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import KvChange, KvEventBatch
-from medialane.types.request import ModelCard, OutputDelta, WorkerLoad
+from medialane.types.request import ModelCard, WorkerLoad
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
@@ -65,7 +63,6 @@ class Outcome:
     num_embeds: int = 0
     num_needed: int = 0
     num_encoded: int = 0
-    num_refused: int = 0
     gaps_s: list[float] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)
     began_s: float = 0.0
@@ -109,7 +106,6 @@ class SimulatedCluster:
         seed: int = 1,
         meter: TrafficMeter | None = None,
         media: MediaPath | Sequence[MediaPath] | None = None,
-        ttft_limit_s: float = 0.0,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.hosts = [Host(path) for path in (media if isinstance(media, Sequence) else [media])]
@@ -118,7 +114,6 @@ class SimulatedCluster:
         self.hop_s = hop_s
         self.num_unfinished = 0
         self.meter = meter
-        self.ttft_limit_s = ttft_limit_s
         self._spread = spread
         self._next_turns: dict[str, Iterator[Turn]] = {}
         self._random = random.Random(seed)
@@ -157,11 +152,6 @@ class SimulatedCluster:
         turn = next(self._next_turns.get(session, iter(())), None)
         if turn is not None:
             self.gateways[0].arrive(turn)
-
-    def refused(self, turn: Turn, arrived_s: float) -> None:
-        self.num_unfinished -= 1
-        self.outcome.num_refused += self.counts(arrived_s)
-        self.finished(turn.session)
 
     def _connect(self) -> None:
         for gateway in self.gateways:
@@ -260,8 +250,6 @@ class _Gateway:
         self._links: dict[str, tuple[_Link, _Worker]] = {}
         metrics = Metrics(CollectorRegistry())
         self._routes = Routes(self.router, WorkerPool([]), metrics)
-        forecast = CostForecast(self.router, clock=clock)
-        self.limit = TtftLimit(cluster.ttft_limit_s, forecast, metrics, clock=clock)
 
     def connect(self, worker: _Worker) -> None:
         link = _Link(self._cluster, worker, self._routes, same_host=worker.host is self.host)
@@ -289,35 +277,12 @@ class _Gateway:
         started = time.thread_time()
         routed = self.router.pick(request)
         link, worker = self._links[routed.worker_id]
-        expectation = self.limit.expect(arrived_s)
-        if self._cluster.ttft_limit_s:
-            try:
-                routed.queued_ms = expectation.judge_route(routed.estimate())
-            except TtftLimitExceeded:
-                self._cluster.refused(turn, arrived_s)
-                routed.release()
-                return
         route = Route(link, link.client, routed, PromptPrefix([]), None)
-        sent = _Request(turn, arrived_s, route, link, self, expectation, self._cluster.loop.time())
+        sent = _Request(turn, arrived_s, route, link)
         self.host.hand_over(turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
         self._routes.begin(sent.route, turn.session)
         if self._cluster.meter is not None:
             self._cluster.meter.decisions_s.append(time.thread_time() - started)
-
-    def began(self, request: _Request, num_cached: int, sent_s: float) -> None:
-        """The request's first token arrives."""
-        routed = request.route.routed
-        if routed.work is not None:
-            first = OutputDelta("", [], num_cached_tokens=num_cached)
-            cached_tokens, seconds = routed.decision.cached_tokens, self._cluster.loop.time() - sent_s
-            request.expectation.answered(routed.work, first, cached_tokens=cached_tokens, seconds=seconds)
-        routed.prefilled(num_cached)
-
-    def ended(self, request: _Request, ran_s: float) -> None:
-        routed = request.route.routed
-        if routed.work is not None:
-            request.expectation.ended(routed.work, ran_s)
-        routed.release()
 
 
 @dataclass(frozen=True)
@@ -326,10 +291,6 @@ class _Request:
     arrived_s: float
     route: Route
     link: _Link
-    gateway: _Gateway
-    expectation: TtftExpectation
-    sent_s: float
-    began_s: list[float] = field(default_factory=list)
 
 
 class _Worker:
@@ -413,7 +374,6 @@ class _Worker:
 
     def _began(self, sequence: SimulatedSequence) -> None:
         request, outcome = self._requests[sequence], self._cluster.outcome
-        request.began_s.append(self._cluster.loop.time())
         self.host.media.computed(self.number, request.turn.media)
         num_cached = sequence.num_cached_tokens or 0
         if request.arrived_s >= outcome.began_s:
@@ -423,13 +383,12 @@ class _Worker:
             media = request.turn.media
             outcome.num_embeds += sum({s.mm_hash: s.length for s in media}.values())
             outcome.num_needed += sum({s.mm_hash: s.length for s in media if s.end > num_cached}.values())
-        request.link.to_gateway.send(lambda: request.gateway.began(request, num_cached, request.sent_s))
+        request.link.to_gateway.send(lambda: request.route.routed.prefilled(num_cached))
 
     def _finished(self, sequence: SimulatedSequence) -> None:
         request = self._requests.pop(sequence)
         del self._token_s[sequence]
-        ran_s = self._cluster.loop.time() - request.began_s[0]
-        request.link.to_gateway.send(lambda: request.gateway.ended(request, ran_s))
+        request.link.to_gateway.send(request.route.routed.release)
         self._cluster.num_unfinished -= 1
         self.relay.load_changed()
         self._cluster.finished(request.turn.session)

@@ -24,7 +24,6 @@ from medialane.runtime.phase import ProcessExits
 from medialane.types.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
 from medialane.types.stats import (
     ArenaStats,
-    LearnedCost,
     PoolStats,
     PullStats,
     QueueStats,
@@ -57,7 +56,6 @@ def _count_all(metrics: Metrics) -> None:
     metrics.count_copied(["tcp"])
     metrics.count_migration("code", "outcome")
     metrics.count_worker_lost("w")
-    metrics.observe_ttft(1.0, 1.0)
     metrics.count_prompt(1, routed_cached=0, engine_cached=0)
     metrics.count_media("image", is_cached=True)
     metrics.count_embeddings("loaded")
@@ -69,7 +67,6 @@ def _watch_all(metrics: Metrics) -> None:
     worker = Endpoint("w", "unix:/w", ready=True, load=WorkerLoad(), num_in_flight=0, card=card)
     routing = RoutingStats(0, 0, 0, 0, 0, 0, event_lag_s={"w": 1.0}, num_event_gaps={"w": 0})
     metrics.watch_routing(lambda: routing)
-    metrics.watch_costs(lambda: [LearnedCost("engine", "m", {"prefill": 1.0}, True)], lambda: 1.0)
     metrics.watch_predictions(lambda: {"image": 1.0})
     metrics.watch_queues(lambda: {"engine": QueueStats(0, 0.0, 0.0)})
     metrics.watch_waits(lambda: WaitStats({"w": 0.0}, 0.0))

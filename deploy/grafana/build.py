@@ -160,8 +160,6 @@ STAGES = "medialane_stage_seconds"
 ITEMS = "medialane_media_items_total"
 LOOKUPS = "medialane_cache_lookups_total"
 #: With figures of queues.
-QUEUE = "the gateway runs with `--gateway-queue-requests`"
-LIMIT = "the gateway runs with `--gateway-ttft-limit` or `--gateway-queue-requests`"
 ENCODERS = "the deployment has encoders (`serve --encoders`)"
 HOSTS = "workers of another host copy media"
 
@@ -198,12 +196,11 @@ OVERVIEW: Rows = {
         ),
         stat("Request p95", "From a request's header to the end of its response.", quantile(0.95, REQUESTS), "s"),
         stat(
-            "Expected wait",
-            "How long a request without media that arrives now is expected to wait for an engine, at the"
-            " most loaded gateway. For autoscalers.",
+            "Wait for engines",
+            "How long requests wait for an engine, at the most loaded gateway. For autoscalers.",
             f"max({of('medialane_expected_wait_seconds')})",
             "s",
-            steps=at_most(2, 10),
+            steps=at_most(0.3, 3),
         ),
         stat(
             "Ready workers",
@@ -358,13 +355,13 @@ OVERVIEW: Rows = {
             until="a worker has been lost",
         ),
     ],
-    "Queues and predictions (for autoscalers)": [
+    "Queues (for autoscalers)": [
         graph(
-            "Expected wait",
-            "Of a request that arrives now, and by worker: in which time its engine is expected to have"
-            " begun all that waits there.",
+            "Wait for engines",
+            "Of requests: in the gateway and at the worker with the shortest wait; and by worker, of the last request"
+            " that has begun there while others wait.",
             [
-                (f"max({of('medialane_expected_wait_seconds')})", "a new request"),
+                (f"max({of('medialane_expected_wait_seconds')})", "requests"),
                 (f"max by (worker) ({of('medialane_worker_wait_seconds')})", "{{worker}}"),
             ],
             "s",
@@ -378,25 +375,16 @@ OVERVIEW: Rows = {
             "Requests that wait in gateways",
             "For an engine, or for their media to be prepared.",
             [(total(of("medialane_queue_requests"), by="queue"), "{{queue}}")],
-            until=QUEUE,
         ),
         graph(
             "Time in gateways' queues",
-            "In which time all that waits is expected to have been sent, and how long the oldest request has waited.",
+            "In which time all that waits will have been sent, by the pace of the last ones; how long the oldest has"
+            " waited.",
             [
                 (f"max by (queue) ({of('medialane_queue_seconds')})", "{{queue}}"),
                 (f"max by (queue) ({of('medialane_queue_oldest_seconds')})", "{{queue}}, oldest"),
             ],
             "s",
-            until=QUEUE,
-        ),
-        graph(
-            "Expected and measured TTFT",
-            "Of streams with a limit: mean as expected when they were admitted, and as measured"
-            " from the end of the body.",
-            [(mean("medialane_ttft_seconds", by="kind"), "{{kind}}")],
-            "s",
-            until=f"{LIMIT} and a stream has been answered",
         ),
         graph(
             "Items that wait for a preparer",
@@ -630,8 +618,8 @@ ROUTING: Rows = {
     ],
     "Workers": [
         graph(
-            "Expected wait by worker",
-            "In which time its engine is expected to have begun all that waits there.",
+            "Wait by worker",
+            "Of the last request that has begun in its engine, while others wait there.",
             [(f"max by (worker) ({of('medialane_worker_wait_seconds')})", "{{worker}}")],
             "s",
         ),
@@ -683,27 +671,6 @@ ROUTING: Rows = {
             [(rate("medialane_transfer_fallbacks_total", by="path, reason"), "{{path}} {{reason}}")],
             stacked=True,
             until="a hand-over has failed",
-        ),
-    ],
-    "What was learned of costs": [
-        graph(
-            "Learned costs",
-            "By how much a kind of work takes longer than assumed by `--routing-*`.",
-            [(of("medialane_learned_cost"), "{{of}} {{name}} {{work}}")],
-            until=LIMIT,
-        ),
-        graph(
-            "Certain costs",
-            "1 if enough measured times agree: requests may be refused by them.",
-            [(of("medialane_learned_cost_certain"), "{{of}} {{name}}")],
-            most=1,
-            until=LIMIT,
-        ),
-        graph(
-            "Factor of expected waits",
-            "Rises when requests break their limit of the time to first token.",
-            of("medialane_ttft_factor"),
-            until=LIMIT,
         ),
     ],
 }

@@ -85,11 +85,8 @@ class Uncounted:
 
     decoded_bytes = processed_bytes
 
-    def missing(self, ref: MediaRef, *, file_bytes: int) -> None:
+    def missing(self) -> None:
         """Let every item be prepared."""
-
-    def prepared(self, ref: MediaRef, seconds: float, *, file_bytes: int) -> None:
-        """Learn nothing."""
 
     async def add(self, ref: MediaRef, width: int, height: int) -> None:
         """Count nothing."""

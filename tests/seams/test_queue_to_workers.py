@@ -14,10 +14,10 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FAKE_CARD
-from medialane.gateway import GatewayConfig, current_scope, open_scope
+from medialane.gateway import ExtractedMedia, GatewayConfig, current_scope, open_scope
 from medialane.gateway.admission import Tenants
-from medialane.types.errors import MedialaneError, QueueTimeout, WorkerQueued
-from medialane.worker.gateway_link.work_queue import WorkQueue
+from medialane.types.errors import MedialaneError, QueueTimeout, TtftLimitExceeded
+from medialane.types.media import MediaRef
 from waiting import eventually
 
 ONE_AT_A_TIME = msgspec.structs.replace(FAKE_CARD, max_num_seqs=1)
@@ -106,41 +106,17 @@ async def test_requests_of_a_tenant_that_floods_wait_behind_those_of_another(ope
     assert clients.num_waiting == {"engine": 0, "preparer": 0}
 
 
-async def test_request_that_its_worker_sends_back_waits_and_is_sent_again(open_parts, monkeypatch):
-    sent_back, enter = set(), WorkQueue.enter
-
-    def enter_later(queue, request, gateway):
-        """Has requests of other gateways when a request comes for the first time."""
-        name = request.request_id.split("#")[0]
-        if name not in sent_back:
-            sent_back.add(name)
-            raise WorkerQueued("requests of other gateways came first")
-        return enter(queue, request, gateway)
-
-    monkeypatch.setattr(WorkQueue, "enter", enter_later)
-    clients = Clients(await open_parts())
-    await asyncio.gather(clients.text("text"), clients.image("image", 1))
-    assert sorted(clients.answered) == ["image", "text"]
-    assert sent_back == {"text", "image"}
-    assert clients.num_waiting == {"engine": 0, "preparer": 0}
-    assert min(clients.admission_s.values()) > 0
-
-
-async def test_expected_wait_rises_while_requests_wait_and_is_zero_again(open_parts):
+async def test_wait_is_that_of_the_oldest_request_and_zero_again(open_parts):
     parts = await open_parts()
     clients = Clients(parts)
-    for _ in range(25):
-        await clients.text("before", token_s=0.002)
-    await eventually(lambda: parts.gateway.waits().expected_s == 0)  # once the worker has reported its load
+    assert parts.gateway.waits().expected_s == 0
     first = asyncio.create_task(clients.text("first", token_s=0.1))
-    await eventually(lambda: parts.workers[0].engine.num_requests == 26)
+    await eventually(lambda: parts.workers[0].engine.num_requests == 1)
     waiting = await begun(clients, 5, *(clients.text("next") for _ in range(5)))
-    waits = parts.gateway.waits()
-    (worker_s,) = waits.workers_s.values()
-    assert 0 < worker_s <= waits.expected_s
-    assert parts.gateway.queues.stats()["engine"].oldest_s > 0
+    await eventually(lambda: parts.gateway.waits().expected_s > 0.02)
+    assert 0.02 < parts.gateway.queues.stats()["engine"].oldest_s <= parts.gateway.waits().expected_s
     await asyncio.gather(first, *waiting)
-    await eventually(lambda: parts.gateway.waits().expected_s == 0)
+    assert parts.gateway.waits().expected_s == 0
 
 
 async def test_less_urgent_tenants_wait(open_parts, tenants):
@@ -159,7 +135,7 @@ async def test_text_does_not_wait_behind_media_of_the_same_clients(open_parts):
     await eventually(lambda: clients.parts.workers[0].engine.num_requests == 1)
     tasks += [asyncio.create_task(clients.image("image", seed)) for seed in range(6)]
     await eventually(lambda: clients.num_waiting["engine"] + clients.num_waiting["preparer"] == 6)
-    tasks += [asyncio.create_task(clients.text("text")) for _ in range(4)]
+    tasks += [asyncio.create_task(clients.text("text", num_tokens=10)) for _ in range(4)]
     await asyncio.gather(*tasks)
     assert clients.answered[1:9].count("text") == 4
     await eventually(lambda: clients.parts.num_held == 0)
@@ -196,6 +172,49 @@ async def test_request_that_waits_too_long_is_refused_with_the_time_to_come_back
     await first
     assert parts.workers[0].engine.num_requests == 1, "it was not sent"
     await clients.text("next")
+
+
+async def test_request_is_refused_by_its_header_if_those_that_wait_take_longer_than_its_limit(open_parts, tenants):
+    parts = await open_parts(ttft_limit_s=1.0)
+    queues = parts.gateway.queues
+
+    async def arrived(number):
+        with open_scope() as scope:
+            queues.arrive(scope, num_bytes=1000)
+            queues.received(scope)
+            await parts.generate(request(f"r{number}", [1, 2, 3], token_s=0.02, max_tokens=4), None)
+
+    tasks = [asyncio.create_task(arrived(number)) for number in range(30)]
+    await eventually(lambda: parts.workers[0].engine.num_requests == 8)
+    with open_scope() as scope, pytest.raises(TtftLimitExceeded) as refused:
+        queues.arrive(scope, num_bytes=1000)
+    assert refused.value.retry_after_s >= 1
+    assert parts.count("medialane_refused_requests_total", tenant="", reason="ttft_limit_exceeded") == 1
+    with open_scope() as scope:
+        scope.ttft_limit_ms = 60_000.0
+        queues.arrive(scope, num_bytes=1000)
+    with open_scope() as scope:
+        queues.arrive(scope, num_bytes=1 << 20)  # media, of which none wait
+    with open_scope() as scope:
+        scope.tenant = tenants["light"]
+        queues.arrive(scope, num_bytes=1000)
+    for each in await asyncio.gather(*tasks, return_exceptions=True):
+        assert each is None or isinstance(each, QueueTimeout)
+    with open_scope() as scope:
+        queues.arrive(scope, num_bytes=1000)
+
+
+async def test_request_with_a_small_body_is_among_those_with_media_once_it_is_known_to_have_some(open_parts):
+    queues = (await open_parts()).gateway.queues
+    with open_scope() as scope:
+        queues.arrive(scope, num_bytes=100)
+        text = scope.arrival.flow
+        scope.extracted = ExtractedMedia((MediaRef("image", "messages[0].content[0]", url="http://host/a.png"),))
+        queues.received(scope)
+        assert (text.is_media, text.num_in_flight) == (False, 0)
+        assert (scope.arrival.flow.is_media, scope.arrival.flow.num_in_flight) == (True, 1)
+        media = scope.arrival.flow
+    assert media.num_in_flight == 0
 
 
 async def test_cancelled_request_leaves_the_queue(open_parts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import tempfile
 import threading
 import time
@@ -13,11 +12,9 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FakeContinuable, FakeEngine
-from medialane.gateway import GatewayConfig, RequestTracing, ScopeMiddleware, current_scope
-from medialane.gateway.worker_link import RemoteRequest
+from medialane.gateway import RequestTracing, ScopeMiddleware, current_scope
 from medialane.observability.tracing import Tracing, client_context
-from medialane.types.errors import InvalidRequest, NoWorkerReady, StartupFailed, WorkerQueued
-from medialane.worker.gateway_link.work_queue import WorkQueue
+from medialane.types.errors import InvalidRequest, NoWorkerReady, StartupFailed
 from otlp_collector import grpc_collector, http_collector
 from waiting import eventually
 
@@ -175,42 +172,6 @@ async def test_an_attempt_after_a_lost_worker_is_linked_to_the_one_before(parts,
     assert (first.links, second.links, second.status) == ([], [first.span_id], (0, ""))
     assert first.attributes["medialane.worker"] != second.attributes["medialane.worker"]
     assert (root.status, root.attributes["gen_ai.usage.output_tokens"]) == ((0, ""), 12)
-
-
-async def test_an_attempt_that_is_sent_back_often_is_one_span_and_leaves_one_request(
-    arena, preparers, workers, collector, monkeypatch
-):
-    num_left, num_alive, enter = 40, [], WorkQueue.enter
-
-    def enter_late(queue, wanted, gateway):
-        nonlocal num_left
-        num_left -= 1
-        if num_left >= 0:
-            raise WorkerQueued("requests of other gateways came first")
-        return enter(queue, wanted, gateway)
-
-    monkeypatch.setattr(WorkQueue, "enter", enter_late)
-
-    async def work():
-        await parts.generate(request("r", [1, 2, 3], max_tokens=2), None)
-        gc.collect()
-        num_alive.append(sum(isinstance(each, RemoteRequest) for each in gc.get_objects()))
-
-    async with (
-        Parts(arena, preparers, workers[:1], config=GatewayConfig(queue_requests=10)) as parts,
-        Traced(parts, collector) as traced,
-    ):
-        await traced.send(work)
-    (attempt,), (root,) = collector.named("medialane.attempt"), collector.named("chat tiny")
-    assert attempt.attributes["medialane.sent_back"] == 40
-    assert attempt.status == (0, "")
-    assert collector.tree(root)["chat tiny"] == [
-        {"medialane.admission": []},
-        {"medialane.attempt": [{"medialane.handover": []}]},
-        {"medialane.admission": []},
-        {"medialane.route": []},
-    ]
-    assert num_alive[0] <= 1
 
 
 async def test_a_failure_has_its_code_as_the_status_of_its_spans(parts, collector):

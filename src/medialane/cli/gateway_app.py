@@ -253,6 +253,7 @@ async def gateway_app(
                 media=components.config.media,
                 config=components.gateway_config,
                 fairness=components.fairness,
+                queues=gateway.queues,
                 keeps_bodies=components.recorder is not None,
             ),
         ],
@@ -279,8 +280,6 @@ def _watch(components: Components, gateway: Gateway) -> None:
     metrics.watch_exits(exits_of_host)
     metrics.watch_workers(components.links.endpoints)
     metrics.watch_routing(gateway.routes.stats)
-    if (limit := gateway.ttft_limit) is not None:
-        metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
     metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
     if gateway.queues is not None:
         metrics.watch_queues(gateway.queues.stats)

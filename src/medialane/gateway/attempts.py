@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -41,11 +41,10 @@ from medialane.types.errors import (
     WorkerBusy,
     WorkerDraining,
     WorkerLost,
-    WorkerQueued,
 )
 from medialane.types.feature import MediaPrompt, PreparedPrompt
 from medialane.types.kv_events import BlockIds
-from medialane.types.request import Continuable, EngineRequest, OutputDelta, QueuePlace
+from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.types.stage import StageChoice
 
 logger = logging.getLogger(__name__)
@@ -78,22 +77,13 @@ class _Suspect(NamedTuple):
         return not self.is_connected and self.link.worker_id == self.worker_id
 
 
-class Admitted(NamedTuple):
-    """What the queue before the engines has given a request: its ticket, and its place in a worker's queue. `again`
-    puts it back there, and returns the call once it is admitted again."""
-
-    ticket: Ticket
-    place: QueuePlace | None
-    again: Callable[[], Awaitable[Call]]
-
-
 class Call(NamedTuple):
     """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
     message: `prepared` is None, as is its only path.
 
     `lost` are the names of the workers that were lost with it, in order, of which it may have ended the `suspects`;
-    `busy` are those whose engines had no room for it. `admitted` is None if there is no queue before the engines, or
-    once it was sent elsewhere than it was admitted for. `continuable` is None if its answer, once begun, cannot go on.
+    `busy` are those whose engines had no room for it. `ticket` is that of the queue before the engines, if there is
+    one. `continuable` is None if its answer, once begun, cannot go on.
     """
 
     request: EngineRequest
@@ -105,7 +95,7 @@ class Call(NamedTuple):
     lost: tuple[str, ...] = ()
     suspects: tuple[_Suspect, ...] = ()
     busy: frozenset[str] = frozenset()
-    admitted: Admitted | None = None
+    ticket: Ticket | None = None
 
 
 class Sender:
@@ -159,7 +149,7 @@ class Sender:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
         call.scope.release(call.route.routed.release)
         again = self.route(call.request, call.prepared, call.scope, excluded=excluded)
-        return call._replace(route=again.route, paths=again.paths, admitted=None)
+        return call._replace(route=again.route, paths=again.paths)
 
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
@@ -221,7 +211,6 @@ class Sender:
             data_parallel_rank=route.data_parallel_rank,
             has_passed_holds=has_passed_holds,
             trace_headers=trace_headers,
-            place=call.admitted.place if call.admitted is not None else None,
         )
         remote = route.link.submit(sent)
         remote.can_continue = call.continuable is not None and not call.continuable.obstacle
@@ -231,8 +220,10 @@ class Sender:
 
     def begin(self, call: Call, *, is_sent: bool = True) -> None:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-        if call.admitted is not None:
-            call.admitted.ticket.sent()
+        if call.ticket is not None:
+            call.ticket.sent()
+        if call.scope.arrival is not None:
+            call.scope.arrival.sent()
         call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]), is_sent=is_sent)
 
     @while_connected
@@ -274,9 +265,8 @@ class Attempts:
         self.has_begun = False
         self._sender = sender
         self._lost = lost
-        self._sent_at = self._first_at = self._moved_at = 0.0
+        self._sent_at = self._moved_at = 0.0
         self._worker_id = ""
-        self._is_learned_from = False
         self._num_counted = 0
         self._end_turn: Callable[[], None] = lambda: None
 
@@ -299,7 +289,6 @@ class Attempts:
                             if delta.embedded and self.call.prepared is not None:
                                 self.call.prepared.media.note_embedded(delta.embedded)
                             yield delta
-                    self._learn_end()
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
                     self._note_failure(error)
                     if self.has_begun:
@@ -313,10 +302,7 @@ class Attempts:
 
     def _note_failure(self, error: MedialaneError) -> None:
         record, place = self.call.scope.record, self.call.route.routed
-        if isinstance(error, WorkerQueued):
-            record.sent_back(place.worker_id, place.rank)
-        else:
-            record.attempt_failed(place.worker_id, place.rank, self.call.paths[0], error.code)
+        record.attempt_failed(place.worker_id, place.rank, self.call.paths[0], error.code)
 
     def _traced(self) -> AbstractContextManager[AttemptTrace | None]:
         call = self.call
@@ -351,7 +337,8 @@ class Attempts:
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
-        self._learn(first, first_at)
+        if call.scope.arrival is not None and (first.times is not None or not first.finished):
+            call.scope.arrival.flow.answered(first_at - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
@@ -365,21 +352,6 @@ class Attempts:
             num_tokens += len(completion.token_ids)
         self.call.scope.record.generated_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens if self.call.request.cumulative else 0
-
-    def _learn(self, first: OutputDelta, first_at: float) -> None:
-        expectation, routed, admitted = self.call.scope.expectation, self.call.route.routed, self.call.admitted
-        if admitted is not None and admitted.ticket.is_overdue:  # behind a queue of which too little was known
-            return
-        if expectation is not None and routed.work is not None:  # else it was sent here after an attempt elsewhere
-            cached_tokens = routed.decision.cached_tokens
-            seconds = first_at - self._sent_at
-            expectation.answered(routed.work, first, cached_tokens=cached_tokens, seconds=seconds)
-            self._is_learned_from, self._first_at = not first.finished, first_at
-
-    def _learn_end(self) -> None:
-        expectation, work = self.call.scope.expectation, self.call.route.routed.work
-        if self._is_learned_from and expectation is not None and work is not None:
-            expectation.ended(work, time.perf_counter() - self._first_at)
 
     def _in_the_middle(self, error: MedialaneError) -> MedialaneError:
         if isinstance(error, HandoverFailed):
@@ -397,8 +369,6 @@ class Attempts:
                 self.call = self._without_features(error)
             case HandoverFailed():
                 self.call = await self._by_the_next_path(error)
-            case WorkerQueued() if self.call.admitted is not None:
-                self.call = await self.call.admitted.again()
             case _:
                 self.call = self._where_there_is_room(error)
 

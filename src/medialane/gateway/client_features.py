@@ -40,7 +40,7 @@ class ClientFeatures:
         """Return the feature that the client of `ref` names, made again if it was evicted. Raises UnknownMedia."""
         self._check_stage(ref)
         named = msgspec.structs.replace(ref, data=None)
-        budget = ImageBudget(self._assembly, b"{}", scope.expectation, scope.preparation)
+        budget = ImageBudget(self._assembly, b"{}", scope.preparation)
         with scope.record.finding(ref) as timeline:
             found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
         return self._held(named, found, scope)

@@ -54,21 +54,18 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """share of --gateway-max-requests and of --gateway-max-bodies-bytes that one tenant (--keys) may have; its other
     requests get 429"""
     ttft_limit_s: NonNegativeFloat = field(default=0.0, name="gateway-ttft-limit")
-    """refuse requests whose first token is expected later than so many seconds after their body has arrived, by learned
-    times; 0 refuses none"""
+    """refuse requests whose first token would come later than so many seconds after their body has arrived, by how fast
+    those that wait are served; 0: none is refused for that"""
     trust_headers: bool = field(default=False, name="trust-headers")
     """accept a request's own limit from its header x-llm-d-slo-ttft-ms: for gateways behind a proxy that sets or
     removes it"""
-    queue_requests: NonNegativeInt = field(default=0, name="gateway-queue-requests")
+    queue_requests: NonNegativeInt = field(default=2048, name="gateway-queue-requests")
     """most requests that wait in the gateways of a port for an engine or a preparer, in an order that is fair to
-    tenants; 0: none waits there, but at the engines"""
+    tenants; 0: all wait at the engines, and none is refused"""
     queue_bytes: PositiveInt = field(default=512 << 20, name="gateway-queue-bytes")
     """most bytes of the bodies of requests that wait there"""
     queue_timeout_s: PositiveFloat = field(default=30.0, name="gateway-queue-timeout")
-    """longest time that a request waits there; then it gets 503 with Retry-After"""
-    queue_target_s: PositiveFloat = field(default=0.02, name="gateway-queue-target")
-    """work that is kept at the engines and preparers themselves: a request is sent when it is expected to begin there
-    within this time"""
+    """longest time that a request waits there; one that would, or has, gets 503 with Retry-After"""
     share_cache: bool = field(default=False, name="share-cache")
     """where clients have keys (--keys, --api-key), have one cache for all of them: an answer tells its client then, by
     its time and its counts of cached tokens and media, what others have sent; by default, each tenant or key has its
@@ -166,6 +163,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         check_bounds(self)
         if self.tenant_share > 1:
             raise StartupFailed("gateway_tenant_share must be at most 1")
+        if not self.queue_requests and (self.ttft_limit_s or self.trust_headers):
+            raise StartupFailed("gateway_ttft_limit and trust_headers need a queue: gateway_queue_requests above 0")
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
         if self.join_listen:

@@ -14,17 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.gateway.administration import administer
-from medialane.gateway.admission import (
-    Admission,
-    CostForecast,
-    Queues,
-    SharedCounts,
-    Ticket,
-    TtftExpectation,
-    TtftLimit,
-)
+from medialane.gateway.admission import Admission, Queues, SharedCounts, Ticket
 from medialane.gateway.assembly import Assembly
-from medialane.gateway.attempts import Admitted, Call, Sender
+from medialane.gateway.attempts import Sender
 from medialane.gateway.client_features import ClientFeatures, expanded_prompt
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
@@ -49,7 +41,6 @@ from medialane.types.errors import (
     FeatureUnsupported,
     InvalidRequest,
     MedialaneError,
-    NoWorkerReady,
     PromptRejected,
     PromptTooLong,
     UnknownMedia,
@@ -112,17 +103,18 @@ class Gateway:
         )
         self._generation = Generation(self._sender)
         self._admission = Admission(config.max_requests, tenant_share=config.tenant_share)
-        self.ttft_limit: TtftLimit | None = None
         self.queues: Queues | None = None
         self._has_priorities = has_priorities
         self._plain = plain
-        if config.ttft_limit_s or config.trust_headers or config.queue_requests:
-            forecast = CostForecast(
-                router, preparers=lambda: features.preparers, num_gateways=lambda: workers.num_gateways
+        if config.queue_requests:
+            self.queues = Queues(
+                config,
+                router,
+                metrics,
+                preparers=lambda: features.preparers,
+                counts=counts,
+                has_priorities=has_priorities,
             )
-            self.ttft_limit = TtftLimit(config.ttft_limit_s, forecast, metrics)
-            if config.queue_requests:
-                self.queues = Queues(config, forecast, metrics, counts=counts, has_priorities=has_priorities)
 
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
@@ -231,8 +223,6 @@ class Gateway:
         return scope
 
     def _begin(self, scope: RequestScope) -> None:
-        if (expectation := self._expectation(scope)) is not None:
-            expectation.judge_arrival()
         if self.queues is not None and scope.preparation is None:
             scope.preparation = self.queues.preparation(scope)
 
@@ -339,7 +329,9 @@ class Gateway:
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
             request = self._prioritized(request, scope)
-            call = await self._admitted_call(request, prepared, scope, block_ids, continuable=continuable)
+            ticket = await self._ticket(request, prepared, scope)
+            call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
+            call = call._replace(ticket=ticket)
             async with aclosing(self._generation.answer(call)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -354,24 +346,15 @@ class Gateway:
 
     def waits(self) -> WaitStats:
         """Return how long requests are expected to wait, for /metrics."""
-        if self.ttft_limit is None:
-            return self.routes.waits()
-        waits = self.routes.waits(self.ttft_limit.forecast.rates_of)
+        waits = self.routes.waits()
         if self.queues is None or waits.expected_s is None:
             return waits
-        return msgspec.structs.replace(waits, expected_s=waits.expected_s + self.queues.stats()["engine"].expected_s)
+        return msgspec.structs.replace(waits, expected_s=waits.expected_s + self.queues.stats()["engine"].oldest_s)
 
     def close(self) -> None:
         self._assembly.close()
         if self._plain is not None:
             self._plain.close()
-
-    def _expectation(self, scope: RequestScope) -> TtftExpectation | None:
-        """Return when the request's first token is expected; None without a limit."""
-        if self.ttft_limit is not None and scope.expectation is None:
-            tenant = "" if scope.tenant is None else scope.tenant.name
-            scope.expectation = self.ttft_limit.expect(scope.received_at, scope.ttft_limit_ms, tenant)
-        return scope.expectation
 
     def _prioritized(self, request: EngineRequest, scope: RequestScope) -> EngineRequest:
         """Return the request with the most urgent priority that its tenant may have, at most."""
@@ -379,59 +362,17 @@ class Gateway:
             return request
         return msgspec.structs.replace(request, priority=scope.tenant.priority(request.priority))
 
-    async def _admitted_call(
-        self,
-        request: EngineRequest,
-        prepared: PreparedPrompt | None,
-        scope: RequestScope,
-        block_ids: dict[int, BlockIds],
-        *,
-        continuable: Continuable | None,
-    ) -> Call:
-        """Wait until the request may be sent, and choose its worker. Raises MedialaneError."""
-        expectation = self._expectation(scope)
-        ticket = await self._ticket(request, prepared, scope, block_ids)
-        call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
-        if expectation is None:
-            return call
-        routed = call.route.routed
-        work = routed.estimate()
-        routed.queued_ms = queued_ms = expectation.judge_route(work)
-        if ticket is None or self.queues is None:
-            return call
-
-        async def again() -> Call:
-            scope.release(routed.release)
-            ticket.put_back()
-            scope.release(ticket.sent)
-            return await self._admitted_call(request, prepared, scope, block_ids, continuable=continuable)
-
-        return call._replace(admitted=Admitted(ticket, self.queues.place(ticket, work, queued_ms), again))
-
     @while_connected
     async def _ticket(
-        self,
-        request: EngineRequest,
-        prepared: PreparedPrompt | None,
-        scope: RequestScope,
-        block_ids: dict[int, BlockIds],
+        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> Ticket | None:
         """Wait until the request may be sent to an engine. Raises NoWorkerReady, QueueFull, QueueTimeout."""
-        if self.queues is None or self.ttft_limit is None:
+        if self.queues is None:
             return None
         if scope.preparation is not None:
             scope.preparation.end()
         self.check_ready()
-        forecast = self.ttft_limit.forecast
-
-        def cost_ms() -> float:
-            try:
-                work = self.routes.choose(request, prepared, block_ids=block_ids).routed.estimate()
-            except NoWorkerReady:  # all have as many requests as they may
-                return forecast.new_item(len(request.prompt.token_ids)).prefill_ms
-            return forecast.engine(work.kind).cost(work).engine_ms
-
-        return await self.queues.engine(scope, cost_ms, has_media=prepared is not None)
+        return await self.queues.engine(scope, len(request.prompt.token_ids), has_media=prepared is not None)
 
     def _for_client(self, error: MedialaneError) -> MedialaneError:
         """How a worker was lost is no matter of the client, but when there will be one again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from medialane.gateway.admission import MustWait, NewItem, Preparation, TtftExpectation
+from medialane.gateway.admission import MustWait, Preparation
 from medialane.gateway.assembly import Assembly
 from medialane.types.errors import prompt_too_long
 from medialane.types.hashing import merged_options
@@ -12,27 +12,19 @@ from medialane.types.media import MediaRef
 
 
 class _Image(NamedTuple):
-    """Bytes of an image's pixels, the fewest of its tensors, and its tokens (0 if unknown)."""
+    """Bytes of an image's pixels, and the fewest of its tensors."""
 
     decoded_bytes: int = 0
     processed_bytes: int = 0
-    num_tokens: int = 0
 
 
 class ImageBudget:
     """The images of one request, by their fields, as far as their sizes are known yet."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        options: bytes,
-        expectation: TtftExpectation | None = None,
-        preparation: Preparation | None = None,
-    ) -> None:
-        """`options` are the request's; an item's own are added. With an `expectation`, items that are not cached count
-        in it; with a `preparation`, they wait for it to begin."""
+    def __init__(self, assembly: Assembly, options: bytes, preparation: Preparation | None = None) -> None:
+        """`options` are the request's; an item's own are added. With a `preparation`, items that are not cached wait
+        for it to begin."""
         self._assembly = assembly
-        self._expectation = expectation
         self._preparation = preparation
         self._options = options
         self._num_tokens = 0
@@ -49,27 +41,15 @@ class ImageBudget:
         """Return the fewest bytes of the image's tensors; 0 if unknown."""
         return self._images.get(ref.param, _Image()).processed_bytes
 
-    def missing(self, ref: MediaRef, *, file_bytes: int) -> None:
-        """Note that an item is not cached, before it is prepared or its file is copied; the file's size is 0 if it is
-        not known yet. Raises MustWait, TtftLimitExceeded."""
+    def missing(self) -> None:
+        """Note that an item is not cached, before it is prepared or its file is copied. Raises MustWait."""
         if self._preparation is not None and not self._preparation.begin():
             raise MustWait
-        if self._expectation is not None:
-            self._expectation.judge_item(self._new_item(ref, file_bytes))
 
-    async def wait(self, ref: MediaRef, *, file_bytes: int) -> None:
+    async def wait(self) -> None:
         """Wait until missing items may be prepared. Raises QueueFull, QueueTimeout."""
         if self._preparation is not None:
-            await self._preparation.wait(self._new_item(ref, file_bytes))
-
-    def prepared(self, ref: MediaRef, seconds: float, *, file_bytes: int) -> None:
-        """Note how long a preparer was busy with an item."""
-        if self._expectation is not None:
-            self._expectation.prepared(self._new_item(ref, file_bytes), seconds)
-
-    def _new_item(self, ref: MediaRef, file_bytes: int) -> NewItem:
-        image = self._images.get(ref.param, _Image())
-        return NewItem(ref.param, ref.modality, image.decoded_bytes or file_bytes, image.num_tokens)
+            await self._preparation.wait()
 
     async def add(self, ref: MediaRef, width: int, height: int) -> None:
         """Count an image of this size, once.
@@ -82,7 +62,7 @@ class ImageBudget:
         cost = await self._assembly.image_cost((width, height), merged_options(self._options, ref.options))
         if cost is None:
             return
-        self._images[ref.param] = _Image(width * height * 3, cost.num_bytes, cost.num_tokens)
+        self._images[ref.param] = _Image(width * height * 3, cost.num_bytes)
         self._num_tokens += cost.num_tokens
         if self._num_tokens > self._assembly.max_tokens:
             raise prompt_too_long(self._num_tokens, self._assembly.max_tokens)

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+from medialane.gateway.admission import Queues
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import MEDIA_PATH, given_key
 from medialane.gateway.http.responses import (
@@ -196,14 +197,23 @@ class IntakeMiddleware:
     """
 
     def __init__(
-        self, app: App, media: MediaConfig, config: GatewayConfig, fairness: LoopFairness, *, keeps_bodies: bool = False
+        self,
+        app: App,
+        media: MediaConfig,
+        config: GatewayConfig,
+        fairness: LoopFairness,
+        *,
+        queues: Queues | None = None,
+        keeps_bodies: bool = False,
     ) -> None:
-        """With `keeps_bodies`, what is left of a body stays with its request until that ends, to be recorded."""
+        """`queues` are what clients' requests wait in. With `keeps_bodies`, what is left of a body stays with its
+        request until that ends, to be recorded."""
         self._app = app
         self._keeps_bodies = keeps_bodies
         self._media = media
         self._config = config
         self._fairness = fairness
+        self._queues = queues
         self._memory = BodyMemory(
             config.max_bodies_bytes, tenant_share=config.tenant_share, least_share=media.max_body_bytes
         )
@@ -261,6 +271,9 @@ class IntakeMiddleware:
     ) -> bytes | None:
         """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
         request = current_scope()
+        queues = None if request.passes_by else self._queues
+        if queues is not None:
+            queues.arrive(request, num_bytes=declared)
         body = Body(self._memory, declared)
         with request.timeline.measure("upload"):
             is_whole = await body.read(receive, self._fairness)
@@ -282,6 +295,8 @@ class IntakeMiddleware:
             body=intake.body if self._keeps_bodies else None,
         )
         request.record.received(intake.refs, model=intake.model, streams=intake.stream)
+        if queues is not None:
+            queues.received(request)
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:

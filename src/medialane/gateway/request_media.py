@@ -121,8 +121,7 @@ class RequestMedia:
         return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
 
     def _budget(self) -> ImageBudget:
-        scope = self.scope
-        return ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
+        return ImageBudget(self._assembly, self.source.options, self.scope.preparation)
 
 
 async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -149,7 +148,7 @@ class Routes:
         """Record the first output: the engine's cached tokens, and the expansions if the worker expanded the prompt.
         Return what the worker did about embeddings, by the mm_hash of the item; empty if it keeps none."""
         num_cached = first.num_cached_tokens
-        route.routed.prefilled(num_cached)
+        route.routed.prefilled(num_cached, waited_s=first.times.queue_s if first.times is not None else None)
         routed_cached, num_tokens = route.routed.decision.cached_tokens, route.num_prompt_tokens(first)
         self._metrics.count_prompt(num_tokens, routed_cached=routed_cached, engine_cached=num_cached)
         for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
@@ -184,12 +183,9 @@ class Routes:
             num_event_gaps={name: each.num_block_gaps for name, each in reports.items()},
         )
 
-    def waits(self, rates_of: Callable[[str], tuple[float, float]] = lambda _: (1.0, 0.0)) -> WaitStats:
-        """Return how long requests are expected to wait at workers, by the router's assumptions or by what was learned
-        of a kind of engine (`CostForecast.rates_of`)."""
-        workers_s = {worker: ms / 1000 for worker, ms in self._router.waits_ms(rates_of).items()}
-        least_ms = self._router.least_wait_ms(rates_of)
-        return WaitStats(workers_s, least_ms / 1000 if least_ms < math.inf else None)
+    def waits(self) -> WaitStats:
+        """Return how long requests wait in engines."""
+        return WaitStats(self._router.waits_s(), self._router.least_wait_s())
 
     def _block_ids(
         self, request: EngineRequest, prefix: PromptPrefix, known: dict[int, BlockIds]

@@ -34,7 +34,7 @@ from medialane.types.media import MediaRef
 from medialane.types.media_lease import TENANT
 
 if TYPE_CHECKING:  # admission defers to scopes
-    from medialane.gateway.admission import Preparation, Tenant, TtftExpectation
+    from medialane.gateway.admission import Arrival, Preparation, Tenant
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,8 +74,9 @@ class RequestScope:
     `is_refused` is whether it had no key that suffices, or came from another site's page: then it leaves no trace but a
     line of the log. Of its body, `max_body_bytes` are read if that is less than otherwise.
 
-    `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
-    when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
+    `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
+    queues, `arrival` is the request among those that wait there, unless it `passes_by`, and `preparation` that of its
+    media.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one). `record` is what remains of
     the request, and its report is made of it.
@@ -95,7 +96,8 @@ class RequestScope:
         self.failure: Failure | None = None
         self.received_at = self.timeline.started_at
         self.ttft_limit_ms: float | None = None
-        self.expectation: TtftExpectation | None = None
+        self.passes_by = True
+        self.arrival: Arrival | None = None
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
         self.trace: RequestTrace | None = None

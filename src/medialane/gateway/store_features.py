@@ -17,7 +17,7 @@ from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.wave import wave_bytes
 from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.logging import request_id
-from medialane.observability.timeline import StageTimeline, TimelineReport
+from medialane.observability.timeline import StageTimeline
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store.hold_cache import HoldCache, StoreHold
@@ -156,7 +156,7 @@ class StoreFeatures:
         def describe(call_id: int) -> DescribeItem:
             return DescribeItem(call_id, asked, options, num_bytes, size, request_id=request_id.get())
 
-        reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, num_bytes, "encoded"))
+        reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, "encoded"))
         if (described := reply.described) is None:
             return None
         key = self.key(ref, options, content=reply.content_hash)
@@ -283,10 +283,8 @@ class StoreFeatures:
             of = request_id.get()
             return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder, refers=refers, request_id=of)
 
-        item = cast("ItemFound", await self._ask(ref, find, timeline, budget, num_bytes, form))
+        item = cast("ItemFound", await self._ask(ref, find, timeline, budget, form))
         timeline.merge(item.timeline)
-        if not item.is_hit and (seconds := _preparing_s(item.timeline)):
-            budget.prepared(ref, seconds, file_bytes=num_bytes or 0)
         return self._holds.add(key, item.hold_id, item.range, item)
 
     async def _hashed(self, ref: MediaRef, timeline: StageTimeline) -> tuple[MediaRef, int | None]:
@@ -298,13 +296,7 @@ class StoreFeatures:
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
 
     async def _ask(  # noqa: PLR0917 - they are those of `_find`
-        self,
-        ref: MediaRef,
-        call: Callable[[int], Call],
-        timeline: StageTimeline,
-        budget: ImageBudget,
-        num_bytes: int | None,
-        form: Form,
+        self, ref: MediaRef, call: Callable[[int], Call], timeline: StageTimeline, budget: ImageBudget, form: Form
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""
         if ref.url is None:
@@ -313,21 +305,21 @@ class StoreFeatures:
         async def answer(question: Question) -> None:
             timeline.enter("prepare")
             if isinstance(question, SendData):
-                budget.missing(ref, file_bytes=num_bytes or 0)
+                budget.missing()
                 await self._write(ref.data or b"", timeline, question.range)
                 return
             if not isinstance(question, ImageSize):
                 raise ProtocolViolation(f"unexpected {type(question).__name__}")
             with naming(ref):
                 await budget.add(ref, question.width, question.height)
-            budget.missing(ref, file_bytes=0)
+            budget.missing()
             if form != "encoded":
                 self._check_fits(ref, budget.processed_bytes(ref) if form == "processed" else budget.decoded_bytes(ref))
 
         try:
             return await self._link.call(call, answer)
         except MustWait:
-            await budget.wait(ref, file_bytes=num_bytes or 0)
+            await budget.wait()
             return await self._link.call(call, answer)
 
     def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
@@ -349,11 +341,6 @@ class StoreFeatures:
                 start += at
                 self._link.payload(entry)[start : start + len(piece)] = piece  # raises if the store is lost
         timeline.copied_bytes += len(data)
-
-
-def _preparing_s(timeline: TimelineReport) -> float:
-    """Return how long a preparer was busy with the item; 0 if none was."""
-    return sum(step.seconds for step in timeline.steps if step.stage in ("decode", "process"))
 
 
 def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:

@@ -11,7 +11,6 @@ from medialane.types.request import WORKER_STATES, Endpoint
 from medialane.types.stats import (
     ArenaStats,
     EmbeddingStats,
-    LearnedCost,
     MediaLeaseStats,
     PoolStats,
     ProcessKind,
@@ -46,8 +45,8 @@ def queue_metrics(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
     text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
     yield gauge("medialane_queue_requests", text, "queue", {name: stats.num_requests for name, stats in queues.items()})
     text = (
-        "In which time all requests that wait in this gateway are expected to have been sent, by the pace of the last"
-        " ones: 0 until one had to wait"
+        "In which time all requests that wait in this gateway will have been sent, by the pace of the last ones: 0"
+        " until some had to wait"
     )
     yield gauge("medialane_queue_seconds", text, "queue", {name: stats.expected_s for name, stats in queues.items()})
     text = "How long the oldest request that waits in this gateway has waited"
@@ -55,33 +54,17 @@ def queue_metrics(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
 
 
 def wait_metrics(waits: WaitStats) -> Iterator[Metric]:
-    """Yield the series of expected waits."""
+    """Yield the series of waits."""
     text = (
-        "In which time a worker's engine is expected to have begun all requests that wait there, those of other"
-        " gateways included. Left out: the request's own prefill, and what waits in gateways"
+        "How long the last request of this gateway that has begun at a worker had waited in its engine; 0 while none"
+        " waits there. Left out: the request's own prefill, and what waits in gateways"
     )
     yield gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
     text = (
-        "How long a request without media that arrives now is expected to wait: in this gateway's queue, if there is"
-        " one, and at the worker with the shortest queue. Missing while no worker accepts requests"
+        "How long requests wait for engines: the oldest one in this gateway's queue, and the last one that has begun at"
+        " the worker with the shortest wait. Missing while no worker accepts requests"
     )
     yield GaugeMetricFamily("medialane_expected_wait_seconds", text, value=waits.expected_s)
-
-
-def cost_metrics(learned: Iterable[LearnedCost], factor: float) -> Iterator[Metric]:
-    """Yield the series of what was learned of costs, and of the factor of expected waits."""
-    text = "By how much a kind of work takes longer than assumed (--routing-*; of preparers 20 ms an item and MB)"
-    rates = GaugeMetricFamily("medialane_learned_cost", text, labels=("of", "name", "work"))
-    text = "1 if enough measured times agree with what was learned, so that requests may be refused by it"
-    certain = GaugeMetricFamily("medialane_learned_cost_certain", text, labels=("of", "name"))
-    for cost in learned:
-        for work, rate in cost.rates.items():
-            rates.add_metric((cost.of, cost.name, work), rate)
-        certain.add_metric((cost.of, cost.name), cost.is_certain)
-    yield rates
-    yield certain
-    text = "By which expected waits are multiplied, as requests broke their limit of the time to first token"
-    yield GaugeMetricFamily("medialane_ttft_factor", text, value=factor)
 
 
 def memory_metric(memory: Iterable[Memory]) -> Metric:

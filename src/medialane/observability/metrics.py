@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from medialane.observability.collectors import (
     Memory,
     connection_metrics,
-    cost_metrics,
     exit_metrics,
     gauge,
     memory_metric,
@@ -32,7 +31,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 from medialane.runtime.phase import ProcessExits
 from medialane.types.request import Endpoint
-from medialane.types.stats import LearnedCost, ProcessKind, QueueStats, RoutingStats, StoreStats, WaitStats
+from medialane.types.stats import ProcessKind, QueueStats, RoutingStats, StoreStats, WaitStats
 
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
@@ -63,12 +62,6 @@ _HISTOGRAMS: Final = {
         _TTFT_BUCKETS,
     ),
     "medialane_migration_seconds": ("From the loss of a worker to the answer's next token", (), _REQUEST_BUCKETS),
-    "medialane_ttft_seconds": (
-        "Time to first token of streams with a limit (--gateway-ttft-limit), measured from the end of the body, and as"
-        " it was expected when the request was admitted",
-        ("kind",),
-        _REQUEST_BUCKETS,
-    ),
     "medialane_routing_seconds": (
         "Duration of routing decisions. Left out: hashing the prompt's blocks",
         (),
@@ -212,11 +205,6 @@ class Metrics:
         """Drop what is counted for a worker that will not come back under this name."""
         self._counters["medialane_worker_losses"].remove(worker)
 
-    def observe_ttft(self, expected_s: float, measured_s: float) -> None:
-        """Record the time to first token of a request with a limit."""
-        self._histograms["medialane_ttft_seconds"].labels("expected").observe(expected_s)
-        self._histograms["medialane_ttft_seconds"].labels("measured").observe(measured_s)
-
     def observe_routing(self, seconds: float) -> None:
         """Record the duration of one routing decision."""
         self._histograms["medialane_routing_seconds"].observe(seconds)
@@ -250,10 +238,6 @@ class Metrics:
         """Expose the router's state, read on each scrape."""
         self._watch(self.registry, lambda: routing_metrics(read()))
 
-    def watch_costs(self, read: Callable[[], Iterable[LearnedCost]], factor: Callable[[], float]) -> None:
-        """Expose what was learned of the costs of requests, and the factor of expected waits; read on each scrape."""
-        self._watch(self.registry, lambda: cost_metrics(read(), factor()))
-
     def watch_predictions(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Expose of which modalities headers follow from the size of the media, read on each scrape."""
         text = "1 for a modality of which the tokens of an item are known from the size of its media"
@@ -264,7 +248,7 @@ class Metrics:
         self._watch(self.registry, lambda: queue_metrics(read()))
 
     def watch_waits(self, read: Callable[[], WaitStats]) -> None:
-        """Expose how long requests are expected to wait for engines, read on each scrape."""
+        """Expose how long requests wait for engines, read on each scrape."""
         self._watch(self.registry, lambda: wait_metrics(read()))
 
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:

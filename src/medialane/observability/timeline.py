@@ -124,15 +124,6 @@ class StageTimeline:
             self._keep(step)
             self._slowest(stage, step.seconds)
 
-    def wait_again(self) -> None:
-        """The request is about to wait for admission again: the steps since it began to wait are a part of that."""
-        first: Step | None = None
-        for stage in ("handover", "route", "admission"):
-            while self.steps and self.steps[-1].stage == stage:
-                first = self.steps.pop()
-        if first is not None:
-            self._keep(Step("admission", first.started_at, time.perf_counter() - first.started_at))
-
     def absorb(self, part: StageTimeline) -> None:
         """Add what an item has taken, without its steps."""
         for stage, seconds in part.seconds.items():

@@ -2,7 +2,6 @@
 
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import EngineWork
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
@@ -15,7 +14,6 @@ __all__ = [
     "BlockIndex",
     "EncodeCosts",
     "EncoderQueue",
-    "EngineWork",
     "NewItem",
     "PredictionCounts",
     "RoutedRequest",

@@ -109,19 +109,6 @@ class SlotCost(NamedTuple):
         return self.parts.prefill + self.parts.encoder + self.parts.load
 
 
-class EngineWork(NamedTuple):
-    """What the first token of a request waits for at a slot whose engine is of this `kind`, in the milliseconds of
-    `RoutingConfig`: itself, its tokens that are not cached, its items, and the requests queued before it; and how many
-    of its max_num_seqs sequences must end before it can start, as a multiple of all."""
-
-    kind: str
-    request_ms: float
-    prefill_ms: float
-    encoder_ms: float
-    queue_ms: float
-    ends: float
-
-
 class CostModel:
     """Expected milliseconds: the rates by which all slots are compared, and the breakdown for one slot."""
 
@@ -175,15 +162,3 @@ class CostModel:
             session=-config.session_ms if scoring_input.session_slot == slot.number else 0.0,
         )
         return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)
-
-    def work(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int) -> EngineWork:
-        """Return what the request waits for at one slot, which has the first `cached_tokens` of the prompt."""
-        config, parts = self._config, self.terms(scoring_input, slot, cached_tokens).parts
-        return EngineWork(
-            slot.kind,
-            config.request_ms,
-            parts.prefill - config.request_ms,
-            parts.encoder + parts.load,
-            parts.queue,
-            slot.ends,
-        )

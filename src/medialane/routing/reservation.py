@@ -34,11 +34,9 @@ class SlotState:
     caches: EncoderCaches
     predictions: PredictionMonitor
 
-    def reserve(
-        self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool, work_ms: float
-    ) -> Reservation:
-        """Count a request of `work_ms` at a slot, which must not have left. `is_reported`: its cached prefix there was
-        reported by the worker, not inferred from requests in flight."""
+    def reserve(self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> Reservation:
+        """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
+        the worker, not inferred from requests in flight."""
         block_size, block_ids = request.blocks_at(slot.card)
         expected = self.predictions.sent(
             slot.number,
@@ -51,8 +49,8 @@ class SlotState:
         prefix = self.pending.add(slot.number, block_ids)
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = self.caches.pin(slot.number, items)
-        self.slots.queue(slot, work_ms)
-        return Reservation(self, slot, work_ms, expected, prefix, items, pinned)
+        self.slots.queue(slot, terms.work_ms)
+        return Reservation(self, slot, terms.work_ms, expected, prefix, items, pinned)
 
     def reserve_announced(self, slot: Slot, work: PendingWork) -> AnnouncedReservation:
         """Count a request that another gateway has sent to the slot, which must not have left."""
@@ -118,9 +116,12 @@ class Reservation:
         ids, items = np.array(self._prefix.ids, "<u8").tobytes(), tuple(self._items[:MAX_ITEMS])
         self._on_dequeued = send(PendingWork(self._slot.place[1], ids, items, self._work_ms))
 
-    def prefilled(self, num_cached_tokens: int | None) -> None:
-        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""
+    def prefilled(self, num_cached_tokens: int | None, *, waited_s: float | None = None) -> None:
+        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them), and
+        it has waited for so long in the engine, if that is known."""
         if self.is_queued:
+            if waited_s is not None:
+                self._slot.wait_s = waited_s
             self._unqueue(computed=True)
             self._state.predictions.prefilled(self._expected, num_cached_tokens)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cachetools import TTLCache
 
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, EngineWork, ScoringInput, SlotCost
+from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
 from medialane.routing.slots import Slot, WorkerRank
@@ -37,7 +37,7 @@ class RouterState:
     places: Places
     num_unsent: int = 0
 
-    def begin(self, scoring_input: ScoringInput, choice: Choice, slot: Slot, queued_ms: float | None) -> SentRequest:
+    def begin(self, scoring_input: ScoringInput, choice: Choice, slot: Slot) -> SentRequest:
         """Explain a choice, and count the request at its slot."""
         request = scoring_input.request
         terms = self.costs.terms(scoring_input, slot, choice.tokens)
@@ -46,8 +46,7 @@ class RouterState:
             self.sessions[request.session_id] = slot.place
         if not self.slots.slots.is_current(slot):
             return SentRequest(decision, None)
-        work_ms = terms.work_ms if queued_ms is None else queued_ms
-        reservation = self.slots.reserve(slot, request, terms, is_reported=choice.is_reported, work_ms=work_ms)
+        reservation = self.slots.reserve(slot, request, terms, is_reported=choice.is_reported)
         return SentRequest(decision, reservation)
 
 
@@ -71,10 +70,6 @@ class RoutedRequest:
         self._pending: tuple[ScoringInput, Choice, Slot] | None = (scoring_input, choice, slot)
         self._sent: SentRequest | None = None
         self._is_sent = self._is_released = False
-        #: What `estimate` has returned.
-        self.work: EngineWork | None = None
-        #: The time that the request takes in its slot's queue, if that is known better than by the router's rates (ms).
-        self.queued_ms: float | None = None
 
     @property
     def decision(self) -> RoutingDecision:
@@ -91,20 +86,12 @@ class RoutedRequest:
     def is_sent(self) -> bool:
         return self._is_sent
 
-    def estimate(self) -> EngineWork:
-        """Return what the request waits for at the slot. Raises RuntimeError after `begin`."""
-        if self._pending is None:
-            raise RuntimeError("the request has begun")
-        scoring_input, choice, slot = self._pending
-        self.work = self._state.costs.work(scoring_input, slot, choice.tokens)
-        return self.work
-
     def begin(self, *, is_sent: bool = True) -> bool:
         """Count the request at its slot, the first time, which returns True. With `is_sent` False it is about to be
         sent: call this again once it was."""
         is_first = self._pending is not None
         if self._pending is not None:
-            self._sent = self._state.begin(*self._pending, self.queued_ms)
+            self._sent = self._state.begin(*self._pending)
             self._pending = None
             self._state.places.take(self)
         self._is_sent |= is_sent and self._sent is not None
@@ -115,10 +102,11 @@ class RoutedRequest:
         if self._sent is not None and self._sent.reservation is not None and self._sent.reservation.is_queued:
             self._sent.reservation.announce(send)
 
-    def prefilled(self, num_cached_tokens: int | None) -> None:
-        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""
+    def prefilled(self, num_cached_tokens: int | None, *, waited_s: float | None = None) -> None:
+        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them), and
+        it has waited for so long in the engine, if that is known."""
         if self._sent is not None and self._sent.reservation is not None and self._sent.reservation.is_queued:
-            self._sent.reservation.prefilled(num_cached_tokens)
+            self._sent.reservation.prefilled(num_cached_tokens, waited_s=waited_s)
 
     def release(self) -> None:
         """Release what the request holds; it has finished, failed or been aborted."""

@@ -104,17 +104,17 @@ class Router:
         return self._slots.open.bit_count()
 
     @property
-    def is_full(self) -> bool:
-        """Whether each rank that accepts requests runs as many sequences as it may; also if there is none."""
-        return self._slots.is_full
+    def num_with_room(self) -> int:
+        """Those of them whose engines can begin another request at once."""
+        return self._slots.with_room.bit_count()
 
-    def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
-        """See `SlotTable.least_wait_ms`."""
-        return self._slots.least_wait_ms(rates_of)
+    def waits_s(self) -> dict[str, float]:
+        """See `SlotTable.waits_s`."""
+        return self._slots.waits_s()
 
-    def waits_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> dict[str, float]:
-        """See `SlotTable.waits_ms`."""
-        return self._slots.waits_ms(rates_of)
+    def least_wait_s(self) -> float | None:
+        """Return the shortest of these waits at any rank that accepts requests; None if there is none."""
+        return min((slot.measured_wait_s for slot in self._slots if self._slots.open >> slot.number & 1), default=None)
 
     @property
     def num_unsent(self) -> int:
@@ -141,6 +141,7 @@ class Router:
         """Update the worker's load, as reported by it."""
         changed = self._slots[slot]
         changed.load = load
+        changed.unreported_ms = 0.0
         self._slots.update(changed)
 
     def change(self, slot: int, change: KvChange) -> None:

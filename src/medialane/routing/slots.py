@@ -6,8 +6,7 @@ among a thousand slots is a few operations on arrays.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,20 +23,24 @@ WorkerRank = tuple[str, int]
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
 #: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
-BASE_COST, SEQUENCES, NONE, _QUEUE, _ENDS, _NUM_ROWS = range(6)
+BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
 _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
+#: Tokens of a step, of engines that do not report how many they compute in one.
+_BATCH_TOKENS: Final = 2048
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """One rank of one worker: its reported state, and the requests sent from here that have not ended. Requests that
     another gateway has announced (`num_announced`) are among `num_in_flight` and `num_queued` until their first token.
-    `parts` are those of its base cost (ms): queue, running sequences, KV pressure."""
+    `unreported_ms` is the work of those that came since the last report of its load, `wait_s` how long the last one
+    that has begun had waited in its engine. `parts` are those of its base cost (ms): queue, running sequences, KV
+    pressure."""
 
     number: int
     place: WorkerRank
@@ -50,16 +53,9 @@ class Slot:
     num_queued: int = 0
     num_announced: int = 0
     queued_ms: float = 0.0
+    unreported_ms: float = 0.0
+    wait_s: float = 0.0
     parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    @property
-    def kind(self) -> str:
-        """What the speed of its engine depends on, as far as the card says: model, encoder, sizes of its batches."""
-        card = self.card
-        if card is None:
-            return ""
-        encoder = card.encoder.digest[:8] if card.encoder is not None else "-"
-        return f"{card.model} {encoder} {card.max_num_seqs} {card.max_num_batched_tokens}"
 
     @property
     def num_above(self) -> int:
@@ -68,9 +64,14 @@ class Slot:
         return max(0, self.num_sequences + 1 - capacity) if capacity else 0
 
     @property
-    def ends(self) -> float:
-        """`num_above` as a multiple of max_num_seqs."""
-        return self.num_above / self.card.max_num_seqs if self.card is not None and self.num_above else 0.0
+    def num_batch_tokens(self) -> int:
+        """Tokens that its engine computes in a step."""
+        return (self.card.max_num_batched_tokens if self.card is not None else 0) or _BATCH_TOKENS
+
+    @property
+    def measured_wait_s(self) -> float:
+        """`wait_s` while requests wait in its engine."""
+        return self.wait_s if self.load.num_waiting else 0.0
 
     @property
     def num_sequences(self) -> int:
@@ -103,11 +104,11 @@ class SlotTable:
         self._by_place: dict[WorkerRank, Slot] = {}
         self._by_worker: dict[str, set[int]] = {}
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
-        self._kinds: dict[str, int] = {}  # bit masks of slots
         self._request_ms = config.request_ms
         #: Tokens per KV block, of all slots; changes only when a slot joins or leaves.
         self.block_sizes: tuple[int, ...] = ()
         self.open = 0  # bit mask of the slots that accept requests
+        self.with_room = 0  # bit mask of those whose engines can begin another request at once
         self.remote = 0  # bit mask of the slots on another host
         self.table: Scores = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
 
@@ -148,7 +149,6 @@ class SlotTable:
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
         self._find_block_sizes()
-        self._kinds[slot.kind] = self._kinds.get(slot.kind, 0) | 1 << slot.number
         self.move(slot, same_host=slot.same_host)
         self.update(slot)
         return slot
@@ -166,8 +166,7 @@ class SlotTable:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
         self._find_block_sizes()
-        self._kinds[slot.kind] &= ~(1 << slot.number)
-        self.open &= ~(1 << slot.number)
+        self._close(slot)
 
     def mean_sequences(self) -> float:
         """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
@@ -204,6 +203,7 @@ class SlotTable:
         slot.num_announced += announced
         slot.num_queued += 1
         slot.queued_ms += work_ms
+        slot.unreported_ms += work_ms
         self._request_ms += _NEWEST * (work_ms - self._request_ms)
         self.update(slot)
 
@@ -223,15 +223,20 @@ class SlotTable:
         """Update the slot's row of the table after a change."""
         number, limit, table = slot.number, self._config.max_in_flight, self.table
         if slot.draining or (limit and slot.num_in_flight - slot.num_announced >= limit):
-            self.open &= ~(1 << number)
+            self._close(slot)
             return
         self.open |= 1 << number
+        self.with_room = self.with_room & ~(1 << number) | self.has_room(slot) << number
         queue, running, kv_pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
         slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
-        table[_QUEUE, number] = queue
-        table[_ENDS, number] = slot.ends
         table[BASE_COST, number] = queue + running + kv_pressure
+
+    def has_room(self, slot: Slot) -> bool:
+        """Return whether nothing waits in the slot's engine, as it was last reported, and what was sent there since is
+        less than a step: so the engine has work until the next report."""
+        batch_ms = slot.num_batch_tokens * self._config.prefill_ms_per_token
+        return not slot.num_above and not slot.load.num_waiting and slot.unreported_ms < batch_ms
 
     def queue_ms(self, slot: Slot) -> float:
         """Return the expected time to work off the queue: our and announced requests by their own work, others by the
@@ -261,34 +266,17 @@ class SlotTable:
             self.table = np.concatenate([self.table, np.zeros_like(self.table)], axis=1)
         return len(self._slots) - 1
 
-    @property
-    def is_full(self) -> bool:
-        """Whether no slot that accepts requests can run another sequence at once."""
-        if not self.open:
-            return True
-        return bool(self.table[_ENDS].any()) and self.least_wait_ms(lambda _: (0.0, 1.0)) > 0
-
-    def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
-        """Return the shortest wait before any slot that accepts requests computes another one; infinite if there is
-        none. `rates_of` returns for a kind of engines by which factor what is queued takes longer than `RoutingConfig`
-        says, and for how many ms a sequence runs."""
-        least, table = math.inf, self.table
-        for kind, slots in self._kinds.items():
-            if slots & self.open:
-                queue, running_ms = rates_of(kind)
-                is_open = bit_rows([slots & self.open], table.shape[1])[0] > 0
-                least = min(least, float(np.maximum(queue * table[_QUEUE], running_ms * table[_ENDS])[is_open].min()))
-        return least
-
-    def waits_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> dict[str, float]:
-        """Return by worker, of several ranks that of the longest queue, the wait before it computes another request;
-        `rates_of` as for `least_wait_ms`."""
+    def waits_s(self) -> dict[str, float]:
+        """Return by worker, of several ranks the longest, how long the last request that has begun there had waited in
+        its engine; 0 if nothing waits there."""
         waits: dict[str, float] = {}
         for slot in self:
-            queue, running_ms = rates_of(slot.kind)
-            wait_ms = max(queue * self.queue_ms(slot), running_ms * slot.ends)
-            waits[slot.place[0]] = max(wait_ms, waits.get(slot.place[0], 0.0))
+            waits[slot.place[0]] = max(slot.measured_wait_s, waits.get(slot.place[0], 0.0))
         return waits
+
+    def _close(self, slot: Slot) -> None:
+        self.open &= ~(1 << slot.number)
+        self.with_room &= ~(1 << slot.number)
 
     def _find_block_sizes(self) -> None:
         sizes = dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None)

@@ -168,7 +168,6 @@ class RequestEndsWorkers(InvalidRequest, code="request_ends_workers", status=422
 # Internal, not sent to clients
 
 class WorkerStalled(WorkerLost, code="worker_stalled"): ...  # its engine hangs
-class WorkerQueued(WorkerBusy, code="worker_queued"): ...  # others' requests came first: it waits again
 class WorkerDraining(WorkerLost, code="worker_draining"): ...  # it stops as planned, and takes no new requests
 class ClientDisconnected(InvalidRequest, code="client_disconnected", status=408): ...  # no one reads the response
 

@@ -71,19 +71,6 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
 Prompt = ExpandedPrompt | SourcePrompt
 
 
-class QueuePlace(msgspec.Struct, frozen=True, array_like=True):
-    """What a request adds to the queue of its worker's rank until its first token, and the longest queue behind which
-    it may be put: else the worker refuses it. Both in ms as assumed by the router."""
-
-    work_ms: float
-    max_queue_ms: float
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for values that are not at least 0, as NaN is not: workers add them up."""
-        if not (self.work_ms >= 0 and self.max_queue_ms >= 0):
-            raise ValueError("place in the queue out of range")
-
-
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request for a worker. `sampling_params` are in the engine's encoding; only the bridge reads them. If it
     `is_pooling`, they are pooling parameters, and the output is one tensor. If not `reads_prefix_cache`, the engine
@@ -92,8 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name as clients know it, `adapter` its
     name with its version, as in the engine's KV events; `reasoning` are the reasoning parser's arguments. Outputs are
     deltas, or a single final one; if `cumulative`, each has everything so far. If `has_passed_holds`, the store tells
-    the worker that it holds entries that the prompt refers to. With a `place`, the worker refuses it (WorkerQueued) if
-    other gateways' requests have made its queue longer than that.
+    the worker that it holds entries that the prompt refers to.
 
     `generated` are the tokens that the answer has had at an earlier worker: they follow the prompt once that is
     rendered and validated, since a placeholder's id among them is no item, and the output begins behind them.
@@ -118,7 +104,6 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     is_pooling: bool = False
     reads_prefix_cache: bool = True
     generated: list[int] = []
-    place: QueuePlace | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -119,18 +119,9 @@ class StoreStats(msgspec.Struct, frozen=True):
     leases: MediaLeaseStats = MediaLeaseStats()
 
 
-class LearnedCost(msgspec.Struct, frozen=True):
-    """Of an `engine` or a `preparer`: by how much each kind of work takes longer than assumed."""
-
-    of: str
-    name: str
-    rates: Mapping[str, float]
-    is_certain: bool
-
-
 class QueueStats(msgspec.Struct, frozen=True):
-    """Requests of a gateway that wait for one resource: how many, in how many seconds all of them are expected to have
-    been sent, and how long the oldest one has waited."""
+    """Requests of a gateway that wait for one resource: how many, in how many seconds all of them will have been sent,
+    by the pace of the last ones, and how long the oldest one has waited."""
 
     num_requests: int
     expected_s: float
@@ -138,8 +129,9 @@ class QueueStats(msgspec.Struct, frozen=True):
 
 
 class WaitStats(msgspec.Struct, frozen=True):
-    """In how many seconds each worker is expected to have begun what waits there, and how long a request that arrives
-    now is expected to wait; None if no worker accepts requests."""
+    """For how many seconds the last request that has begun at each worker had waited in its engine, while others wait
+    there; and how long requests wait, in the gateway and at the worker with the shortest wait, None if no worker
+    accepts requests."""
 
     workers_s: Mapping[str, float]
     expected_s: float | None

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits, SharedCounts
+from medialane.gateway.admission import AdmissionQueue, Flow, QueuedRequest, QueueLimits, SharedCounts
 from medialane.types.errors import QueueFull, QueueTimeout
 
 
@@ -15,14 +15,17 @@ class Resource:
 
     def __init__(self, *, max_requests=1000, max_bytes=1 << 30, clock=time.monotonic, counts=None):
         limits = QueueLimits(max_requests, max_bytes, counts or SharedCounts())
-        self.queue = AdmissionQueue(limits, lambda unsent_ms: not unsent_ms, clock=clock)
+        self.queue = AdmissionQueue("engine", limits, lambda num_unsent: not num_unsent, clock=clock)
         self._clock = clock
+        self._flows = {}
         self.served = []
         self._tickets = []
 
-    async def ask(self, name, cost_ms=10.0, *, tenant="", priority=0, is_media=False, timeout_s=1000.0, **more):
-        deadline = self._clock() + timeout_s
-        request = QueuedRequest(tenant, priority, is_media, cost_ms, deadline, **more)
+    async def ask(self, name, tokens=10, *, tenant="", priority=0, is_media=False, timeout_s=1000.0, **more):
+        if len(self._flows) > 100:
+            self._flows.clear()
+        flow = self._flows.setdefault((tenant, is_media), Flow(tenant, is_media=is_media))
+        request = QueuedRequest(flow, priority, tokens, self._clock() + timeout_s, **more)
         self._tickets.append(await self.queue.admit(request))
         self.served.append(name)
 
@@ -43,7 +46,7 @@ class Resource:
 
     @property
     def is_idle(self):
-        return not self.queue.num_waiting and not self.queue.waiting_ms
+        return not self.queue.num_waiting and not any(len(flow.lanes["engine"]) for flow in self._flows.values())
 
 
 async def busy(**limits):
@@ -75,11 +78,11 @@ async def test_lower_priority_is_served_first_and_then_the_earliest_deadline():
     assert resource.served == ["urgent", "early", "late", "unimportant"]
 
 
-async def test_tenants_share_by_cost():
+async def test_tenants_share_by_tokens():
     """A video costs what a hundred texts cost: of both tenants the same cost is served."""
     resource = await busy()
-    tasks = [await resource.asking("video", 1000.0, tenant="heavy", is_media=True) for _ in range(20)]
-    tasks += [await resource.asking("text", 10.0, tenant="light") for _ in range(300)]
+    tasks = [await resource.asking("video", 1000, tenant="heavy", is_media=True) for _ in range(20)]
+    tasks += [await resource.asking("text", 10, tenant="light") for _ in range(300)]
     await resource.serve(200)
     num_videos = resource.served.count("video")
     assert 2 <= num_videos <= 4
@@ -90,10 +93,10 @@ async def test_tenants_share_by_cost():
 
 async def test_tenant_that_asks_now_and_then_is_served_next_under_a_flood_of_another():
     resource = await busy()
-    tasks = [await resource.asking("video", 500.0, tenant="heavy", is_media=True) for _ in range(50)]
+    tasks = [await resource.asking("video", 500, tenant="heavy", is_media=True) for _ in range(50)]
     await resource.serve(5)
     for _ in range(10):
-        text = await resource.asking("text", 10.0, tenant="light")
+        text = await resource.asking("text", 10, tenant="light")
         await resource.serve()
         assert text.done()
         await resource.serve(2)
@@ -104,9 +107,9 @@ async def test_tenant_that_asks_now_and_then_is_served_next_under_a_flood_of_ano
 async def test_tenant_cannot_save_up_service():
     """One that has been idle for long does not shut out the others."""
     resource = await busy()
-    tasks = [await resource.asking("a", tenant="a") for _ in range(60)]
+    tasks = [await resource.asking("a", 100, tenant="a") for _ in range(60)]
     await resource.serve(30)
-    tasks += [await resource.asking("b", tenant="b") for _ in range(30)]
+    tasks += [await resource.asking("b", 100, tenant="b") for _ in range(30)]
     resource.served.clear()
     await resource.serve(20)
     assert 9 <= resource.served.count("b") <= 11
@@ -117,10 +120,10 @@ async def test_tenant_cannot_save_up_service():
 async def test_tenant_that_waits_with_one_request_at_a_time_owes_what_it_has_had():
     """Otherwise each of its videos would count as much as a text."""
     resource = await busy()
-    tasks = [await resource.asking("text", 10.0, tenant="light") for _ in range(300)]
+    tasks = [await resource.asking("text", 10, tenant="light") for _ in range(300)]
     for _ in range(150):
         if not any(task.get_name() == "video" and not task.done() for task in tasks):
-            tasks.append(await resource.asking("video", 1000.0, tenant="heavy", is_media=True))
+            tasks.append(await resource.asking("video", 1000, tenant="heavy", is_media=True))
             tasks[-1].set_name("video")
         await resource.serve()
     assert resource.served.count("video") <= 3
@@ -130,8 +133,8 @@ async def test_tenant_that_waits_with_one_request_at_a_time_owes_what_it_has_had
 
 async def test_text_of_one_flow_does_not_wait_behind_media():
     resource = await busy()
-    tasks = [await resource.asking("video", 1000.0, is_media=True) for _ in range(10)]
-    tasks += [await resource.asking("text", 10.0) for _ in range(10)]
+    tasks = [await resource.asking("video", 1000, is_media=True) for _ in range(10)]
+    tasks += [await resource.asking("text", 10) for _ in range(10)]
     await resource.serve(12)
     assert resource.served.count("text") == 10
     await resource.serve(9)
@@ -202,7 +205,7 @@ async def test_request_that_is_cancelled_while_it_is_admitted_holds_nothing(is_a
 
 async def test_full_queue_refuses_the_newest_of_whom_has_most_waiting():
     resource = await busy(max_requests=4)
-    heavy = [await resource.asking(f"heavy {i}", 1000.0, tenant="heavy") for i in range(4)]
+    heavy = [await resource.asking(f"heavy {i}", 1000, tenant="heavy") for i in range(4)]
     light = await resource.asking("light", tenant="light")
     with pytest.raises(QueueFull) as refused:
         await heavy[3]
@@ -237,7 +240,7 @@ async def test_bytes_of_waiting_requests_are_bounded():
 
 async def test_prepared_request_is_neither_refused_nor_counted():
     resource = await busy(max_requests=1)
-    prepared = await resource.asking("prepared", 1000.0, timeout_s=100, is_media=True, may_refuse=False)
+    prepared = await resource.asking("prepared", 1000, timeout_s=100, is_media=True, may_refuse=False)
     text = await resource.asking("text")
     with pytest.raises(QueueFull):
         await resource.ask("too many")
@@ -250,7 +253,7 @@ async def test_prepared_request_is_admitted_without_room_at_its_deadline():
     """It must be served, and later is worse; its tenant is charged as for any other."""
     resource = await busy()
     tasks = [await resource.asking("other", tenant="other"), await resource.asking("text", tenant="media")]
-    await resource.ask("prepared", 25.0, tenant="media", timeout_s=0.01, is_media=True, may_refuse=False)
+    await resource.ask("prepared", 500, tenant="media", timeout_s=0.01, is_media=True, may_refuse=False)
     assert resource.served == ["prepared"]
     await resource.serve(1)
     assert not any(task.done() for task in tasks)
@@ -259,30 +262,25 @@ async def test_prepared_request_is_admitted_without_room_at_its_deadline():
     assert resource.served == ["prepared", "other", "text"]
 
 
-async def test_retry_after_is_the_time_in_which_the_queue_drains():
-    now = 0.0
-    resource = await busy(max_requests=60, clock=lambda: now)
-    tasks = [await resource.asking("a", 500.0) for _ in range(60)]
-    for _ in range(30):
-        now += 0.5  # each takes half a second
+async def test_newest_is_served_first_while_not_all_can_be_in_time(clock):
+    """Else all of them would be served too late."""
+    resource = await busy(clock=clock)
+    tasks = [await resource.asking("before", timeout_s=100) for _ in range(6)]
+    for _ in range(6):
+        clock.now += 1.0
         await resource.serve()
-    tasks += [await resource.asking("a", 500.0) for _ in range(30)]
-    with pytest.raises(QueueFull) as refused:
-        await resource.ask("refused", 500.0)
-    assert 28 <= refused.value.retry_after_s <= 32
-    with pytest.raises(QueueFull, match="in time"):
-        await resource.ask("impatient", 500.0, timeout_s=10.0)
-    await resource.serve()
-    other = await resource.asking("light", 10.0, tenant="light", timeout_s=10.0)
-    assert not other.done(), "of a tenant whose turn comes earlier"
-    await resource.serve(resource.queue.num_waiting + 1)
-    await asyncio.gather(*tasks, other)
+    tasks += [await resource.asking(name, timeout_s=3.2) for name in "abcd"]
+    clock.now += 1.0
+    await resource.serve(4)
+    assert resource.served[6:] == ["d", "c", "a", "b"], "two would have been served in time"
+    await resource.serve(1)
+    await asyncio.gather(*tasks)
 
 
 async def test_room_that_appears_by_itself_is_noticed():
     has_room = False
-    queue = AdmissionQueue(QueueLimits(10, 1000), lambda _: has_room)
-    request = QueuedRequest("", 0, False, 1.0, time.monotonic() + 10)
+    queue = AdmissionQueue("engine", QueueLimits(10, 1000), lambda _: has_room)
+    request = QueuedRequest(Flow("", is_media=False), 0, 1, time.monotonic() + 10)
     waiting = asyncio.create_task(queue.admit(request))
     await asyncio.sleep(0.02)  # time: several ticks
     assert not waiting.done()
@@ -312,26 +310,6 @@ async def test_priorities_and_tenants_that_come_once_leave_no_state_that_grows()
         tracemalloc.stop()
 
 
-async def test_request_that_its_worker_sends_back_is_the_next_one_again(clock):
-    """Not before what has taken its place is known here, and its tenant is charged for it once."""
-    queue = AdmissionQueue(QueueLimits(10, 1000), lambda unsent_ms: not unsent_ms, clock=clock)
-    first = queue.enter()
-    requests = [QueuedRequest(tenant, 0, False, 10.0, clock() + 100) for tenant in ("a", "b", "a")]
-    waiting = [asyncio.create_task(queue.admit(request)) for request in requests]
-    await asyncio.sleep(0)
-    first.sent()
-    ticket = await waiting[0]
-    ticket.put_back()
-    assert queue.enter() is None
-    waiting.append(asyncio.create_task(queue.admit(QueuedRequest("a", 0, False, 10.0, clock() + 50))))
-    await asyncio.sleep(0)
-    assert queue.num_waiting == 3
-    clock.now += 0.01
-    queue.admit_waiting()
-    for number in (3, 1, 2):
-        (await waiting[number]).sent()
-
-
 async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):
     """However unevenly connections are spread over them."""
     counts = [SharedCounts(str(tmp_path / "counts"), index=index, num_gateways=2) for index in range(2)]
@@ -346,16 +324,32 @@ async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):
     await asyncio.gather(*tasks)
 
 
+def test_gateways_with_waiting_requests_take_turns(tmp_path):
+    counts = [SharedCounts(str(tmp_path / "counts"), index=index, num_gateways=3) for index in range(3)]
+    for each in counts:
+        each.assign(["x"])
+
+    def turns():
+        return [[each.is_turn("x", at, turn_s=1.0) for each in counts].index(True) for at in (0.5, 1.5, 2.5, 3.5)]
+
+    assert all(each.is_turn("x", at, turn_s=1.0) for each in counts for at in (0.5, 1.5)), "none waits"
+    for each in counts:
+        each.set_own("x", 2)
+    assert turns() == [0, 1, 2, 0]
+    counts[1].set_own("x", 0)
+    assert [counts[2].is_turn("x", at, turn_s=1.0) for at in (0.5, 1.5, 2.5)] == [False, True, False]
+
+
 async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_they_are_sent(clock):
     resource = await busy(clock=clock)
     stats = resource.queue.stats
     assert (stats().num_requests, stats().oldest_s, stats().expected_s) == (0, 0.0, 0.0)
-    tasks = [await resource.asking(name) for name in "abcd"]
-    for _ in range(2):  # one each second
+    tasks = [await resource.asking(name) for name in "abcdefg"]
+    for _ in range(5):  # one each second
         clock.now += 1.0
         await resource.serve()
-    assert (stats().num_requests, stats().oldest_s) == (2, 2.0)
-    assert stats().expected_s == pytest.approx(2.0, rel=0.2)
+    assert (stats().num_requests, stats().oldest_s) == (2, 5.0)
+    assert stats().expected_s == pytest.approx(2.0)
     clock.now += 1.0
     await resource.serve(2)
     await asyncio.gather(*tasks)
@@ -365,7 +359,7 @@ async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_th
 @pytest.mark.parametrize("may_refuse", [True, False])
 async def test_request_admitted_in_the_iteration_of_its_deadline_is_served_once(may_refuse):
     resource = await busy()
-    task = await resource.asking("prepared", 5.0, timeout_s=0.01, may_refuse=may_refuse)
+    task = await resource.asking("prepared", 5, timeout_s=0.01, may_refuse=may_refuse)
     asyncio.get_running_loop().call_later(0.02, resource.end)
     time.sleep(0.05)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
     async with asyncio.timeout(10):

@@ -96,11 +96,8 @@ class Budget:
     def processed_bytes(self, ref):
         return 5 * self.counted.get(ref.param, 0)
 
-    def missing(self, ref, *, file_bytes):
+    def missing(self):
         """Let every item be prepared."""
-
-    def prepared(self, ref, seconds, *, file_bytes):
-        """Learn nothing."""
 
     async def add(self, ref, width, height):
         self.counted[ref.param] = width * height

@@ -24,7 +24,7 @@ class World:
 
     def reserve(self):
         terms = self.costs.terms(scoring_input(REQUEST, lambda _item: 0, candidates=1), self.slot, 0)
-        return self.state.reserve(self.slot, REQUEST, terms, is_reported=False, work_ms=terms.work_ms)
+        return self.state.reserve(self.slot, REQUEST, terms, is_reported=False)
 
     def taken(self):
         """In flight, queued, pending blocks, holders of the item."""

@@ -122,15 +122,34 @@ def test_announced_requests_in_the_report_do_not_count_twice_while_other_gateway
     assert slots.queue_ms(slot) == pytest.approx(50.0)
 
 
-def test_wait_of_a_worker_is_that_of_its_longest_queue_by_learned_rates():
+def test_wait_of_a_worker_is_what_the_last_request_has_waited_while_others_wait():
     slots = table()
-    for rank, work_ms in enumerate((10.0, 40.0)):
-        slots.queue(slots.join(endpoint("a", rank=rank)), work_ms)
-    slots.join(endpoint("b"))
-    assert slots.waits_ms(lambda _: (1.0, 0.0)) == pytest.approx({"a": 40.0, "b": 0.0})
-    assert slots.waits_ms(lambda _: (2.0, 0.0)) == pytest.approx({"a": 80.0, "b": 0.0})
-    slots.join(endpoint("c", load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))
-    assert slots.waits_ms(lambda _: (1.0, 1000.0))["c"] == pytest.approx(250.0), "one of four must end"
+    for rank, wait_s in enumerate((0.5, 2.0)):
+        slots.join(endpoint("a", rank=rank, load=WorkerLoad(num_waiting=1))).wait_s = wait_s
+    slots.join(endpoint("b")).wait_s = 3.0
+    assert slots.waits_s() == {"a": 2.0, "b": 0.0}
+
+
+def test_engine_has_room_while_nothing_waits_there_and_less_than_a_step_was_sent_since():
+    slots = table(prefill_ms_per_token=1.0)
+    slot = slots.join(endpoint(card=card(max_num_seqs=4, max_num_batched_tokens=100)))
+    assert slots.with_room == 1
+    slots.queue(slot, 60.0)
+    assert slots.with_room == 1, "the step has room for more"
+    slots.queue(slot, 60.0)
+    assert slots.with_room == 0
+    slot.load, slot.unreported_ms = WorkerLoad(num_running=1, num_waiting=1), 0.0
+    slots.update(slot)
+    assert slots.with_room == 0, "one waits there"
+    slot.load = WorkerLoad(num_running=2)
+    slots.update(slot)
+    assert slots.with_room == 1
+    slot.load = WorkerLoad(num_running=4)
+    slots.update(slot)
+    assert slots.with_room == 0, "as many run as may"
+    slot.load, slot.draining = WorkerLoad(), True
+    slots.update(slot)
+    assert slots.with_room == 0
 
 
 def test_sequence_above_max_num_seqs_waits():

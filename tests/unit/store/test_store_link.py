@@ -139,7 +139,7 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
     monkeypatch.setattr(gateway.link, "payload", watched)
     data = b"u" * (4 << 20)
     sent = MediaRef("image", "p", data=data)
-    budget = SimpleNamespace(processed_bytes=lambda _: 0, missing=lambda _, *, file_bytes: None)
+    budget = SimpleNamespace(processed_bytes=lambda _: 0, missing=lambda: None)
     finding = asyncio.create_task(features.processed(sent, b"{}", StageTimeline(), budget))
     await at_payload.wait()
     before = num_writes

@@ -1,29 +1,26 @@
-"""Admission: which requests are served now, by what they cost."""
+"""Admission: which requests are accepted, and in which order they are served, by how long others have waited."""
 
 from medialane.gateway.admission.concurrency import Admission
-from medialane.gateway.admission.cost import Cost, CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
+from medialane.gateway.admission.flow import Flow, Refusal
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
-from medialane.gateway.admission.queues import MustWait, Preparation, Queues
+from medialane.gateway.admission.queues import Arrival, MustWait, Preparation, Queues
 from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.gateway.admission.tenants import Tenant, Tenants
-from medialane.gateway.admission.ttft_limit import NewItem, TtftExpectation, TtftLimit
 
 __all__ = [
     "Admission",
     "AdmissionQueue",
-    "Cost",
-    "CostForecast",
+    "Arrival",
+    "Flow",
     "MustWait",
-    "NewItem",
     "Preparation",
     "QueueLimits",
     "QueuedRequest",
     "Queues",
+    "Refusal",
     "SharedCounts",
     "Tenant",
     "Tenants",
     "Ticket",
-    "TtftExpectation",
-    "TtftLimit",
 ]

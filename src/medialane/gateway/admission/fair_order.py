@@ -1,10 +1,13 @@
-"""The order in which waiting requests are served: by priority, then fairly by cost, then by deadline.
+"""The order in which waiting requests are served: by priority, then in turns by tokens, then by deadline.
 
-Theory of operation. Requests of one priority are shared out by start-time fair queueing (Goyal, Vin, Cheng 1996): each
-tenant has a tag, the cost that it has been served so far, in ms. The tenant with the lowest tag is next, and its tag
-grows by what its request costs; one that begins to wait starts at the tag that is served now, so that it can neither
-save up service nor has to make up for others'. Within a tenant the same is done between requests with media and those
-without, so that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next.
+Theory of operation. Requests of one priority are shared out by deficit round robin (Shreedhar, Varghese 1995): each
+tenant in turn is served until what it has been served exceeds its credit, which each turn raises by `_QUANTUM` tokens.
+One whose request has cost more owes that; what is left of a turn, or owed, is kept while it does not wait. One that
+begins to wait is the next if it has some left (as new flows of RFC 8290): so who asks now and then does not wait for a
+turn of all others. Within a tenant the same is done between requests with media and those without, so
+that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if so many
+wait that the newest could not be served by its deadline, the newest: then some are still served in time, and not all
+too late.
 
 A lower number is more urgent. Every `_FLOOR`-th request served is the one that has waited longest, whatever its
 priority, so that none waits for ever. If there are more than may wait, the newest of the least urgent, of the tenant
@@ -16,14 +19,18 @@ Pure: no clock and no loop.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
+
+from medialane.gateway.admission.flow import Flow
 
 #: One of so many requests served is the oldest.
 _FLOOR: Final = 16
-#: Tags that are kept of those that do not wait, and empty priorities.
+#: Tokens of a turn: about those of a short text, so that turns are short.
+_QUANTUM: Final = 128
+#: Credits that are kept of those that do not wait, and empty priorities.
 _MAX_IDLE: Final = 256
 
 _numbers = count()
@@ -31,113 +38,117 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits. `cost_ms` is what it is charged for; `deadline` and `since`, from when on it waits, are on
-    any one clock. One that may not be refused is never dropped."""
+    """A request that waits, of so many `tokens`, by which it is charged. `deadline` is on the queue's clock. One that
+    may not be refused is never dropped."""
 
-    tenant: str
+    flow: Flow
     priority: int
-    is_media: bool
-    cost_ms: float
+    tokens: int
     deadline: float
     num_bytes: int = 0
     may_refuse: bool = True
-    since: float = 0.0
     number: int = field(default_factory=_numbers.__next__)
 
 
-@dataclass(slots=True, eq=False)
-class _Flow:
+class _Waiting(Protocol):
+    def next(self, now: float) -> QueuedRequest: ...
+
+    def charge(self, request: QueuedRequest) -> None: ...
+
+
+class _Line:
     """Requests of one tenant, priority and kind."""
 
-    waiting: dict[QueuedRequest, None] = field(default_factory=dict)
-    by_deadline: list[tuple[float, int, QueuedRequest]] = field(default_factory=list)
-    waiting_ms: float = 0.0
+    def __init__(self) -> None:
+        self._waiting: dict[QueuedRequest, None] = {}
+        self._by_deadline: list[tuple[float, int, QueuedRequest]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
     def add(self, request: QueuedRequest) -> None:
-        self.waiting[request] = None
-        self.waiting_ms += request.cost_ms
-        heapq.heappush(self.by_deadline, (request.deadline, request.number, request))
+        self._waiting[request] = None
+        heapq.heappush(self._by_deadline, (request.deadline, request.number, request))
 
     def remove(self, request: QueuedRequest) -> None:
-        del self.waiting[request]
-        self.waiting_ms = self.waiting_ms - request.cost_ms if self.waiting else 0.0  # drops the rounding error
-        while self.by_deadline and self.by_deadline[0][2] not in self.waiting:
-            heapq.heappop(self.by_deadline)
+        del self._waiting[request]
+        while self._by_deadline and self._by_deadline[0][2] not in self._waiting:
+            heapq.heappop(self._by_deadline)
 
-    def first(self) -> QueuedRequest:
-        return self.by_deadline[0][2]
+    def next(self, now: float) -> QueuedRequest:
+        newest = next(reversed(self._waiting))
+        if now + len(self._waiting) * newest.flow.pace_s(now) > newest.deadline:
+            return newest
+        return self._by_deadline[0][2]
 
-    def newest(self) -> QueuedRequest | None:
-        """Return the newest that may be refused."""
-        return next((request for request in reversed(self.waiting) if request.may_refuse), None)
+    def charge(self, request: QueuedRequest) -> None:
+        """Who is served within a line is not charged."""
 
 
 _Key = TypeVar("_Key", str, bool)
-_Child = TypeVar("_Child")
+_Child = TypeVar("_Child", bound=_Waiting)
 
 
-class _Shares(Generic[_Key, _Child]):
-    """Children that share service: those with waiting requests, and the tags of others that are ahead."""
+class _Turns(Generic[_Key, _Child]):
+    """Children with waiting requests, the next one first, and the tokens that they, and some others, have left of their
+    turn."""
 
     def __init__(self) -> None:
-        self.children: dict[_Key, _Child] = {}
-        self._tags: dict[_Key, float] = {}
-        self._now = 0.0
+        self.children: OrderedDict[_Key, _Child] = OrderedDict()
+        self._credit: dict[_Key, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.children)
 
     def add(self, key: _Key, child: _Child) -> _Child:
         """Add a child that begins to wait."""
-        self._tags[key] = max(self._tags.get(key, 0.0), self._now)
+        self._credit.setdefault(key, _QUANTUM)
         self.children[key] = child
+        self.children.move_to_end(key, last=False)
         return child
 
     def drop(self, key: _Key) -> None:
-        """Remove a child that waits no more; its tag is kept while it is ahead of the others'."""
+        """Remove a child that does not wait any more."""
         del self.children[key]
-        if len(self._tags) > len(self.children) + _MAX_IDLE:
-            self._tags = {k: tag for k, tag in self._tags.items() if k in self.children or tag > self._now}
+        if len(self._credit) > len(self.children) + _MAX_IDLE:
+            del self._credit[key]
 
-    def next(self) -> _Key:
-        return min(self.children, key=self._tags.__getitem__)
+    def first(self) -> _Key:
+        while self._credit[key := next(iter(self.children))] <= 0:
+            self._credit[key] += _QUANTUM
+            self.children.move_to_end(key)
+        return key
 
-    def charge(self, key: _Key, cost_ms: float) -> None:
-        self._now = max(self._now, self._tags[key])
-        self._tags[key] += cost_ms
+    def next(self, now: float) -> QueuedRequest:
+        return self.children[self.first()].next(now)
 
-    def refund(self, key: _Key, cost_ms: float) -> None:
-        if key in self._tags:
-            self._tags[key] -= cost_ms
+    def pay(self, key: _Key, tokens: int) -> None:
+        self._credit[key] -= tokens
 
 
-class _Tenant:
+class _Tenant(_Turns[bool, _Line]):
     """The requests of one tenant and priority, by whether they have media."""
 
-    def __init__(self, kinds: _Shares[bool, _Flow]) -> None:
-        self.kinds = kinds
-
-    @property
-    def waiting_ms(self) -> float:
-        return sum(flow.waiting_ms for flow in self.kinds.children.values())
+    def charge(self, request: QueuedRequest) -> None:
+        self.pay(request.flow.is_media, request.tokens)
 
 
-@dataclass(slots=True, eq=False)
-class _Band:
-    """The requests of one priority. `kinds` are kept while a tenant does not wait, for their tags."""
+class _Band(_Turns[str, _Tenant]):
+    """The requests of one priority, by tenant."""
 
-    tenants: _Shares[str, _Tenant] = field(default_factory=lambda: _Shares[str, _Tenant]())
-    kinds: dict[str, _Shares[bool, _Flow]] = field(default_factory=dict)
+    def charge(self, request: QueuedRequest) -> None:
+        self.pay(request.flow.tenant, request.tokens)
+        self.children[request.flow.tenant].charge(request)
 
 
 class FairOrder:
-    """The waiting requests."""
+    """The waiting requests. `now` is on the clock of deadlines."""
 
     def __init__(self) -> None:
         self._bands: dict[int, _Band] = {}
         #: Oldest first.
         self._waiting: dict[QueuedRequest, None] = {}
         self._num_served = 0
-        self.waiting_ms = 0.0
-        #: Of those that may not be refused.
-        self.prepared_ms = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -147,108 +158,54 @@ class FairOrder:
 
     def add(self, request: QueuedRequest) -> None:
         self._waiting[request] = None
-        self.waiting_ms += request.cost_ms
-        self.prepared_ms += 0.0 if request.may_refuse else request.cost_ms
-        band = self._band(request.priority)
-        tenant = band.tenants.children.get(request.tenant)
-        if tenant is None:
-            tenant = band.tenants.add(request.tenant, _Tenant(self._kinds(band, request.tenant)))
-        flow = tenant.kinds.children.get(request.is_media)
-        if flow is None:
-            flow = tenant.kinds.add(request.is_media, _Flow())
-        flow.add(request)
+        band = self._bands.setdefault(request.priority, _Band())
+        name, is_media = request.flow.tenant, request.flow.is_media
+        tenant = band.children.get(name) or band.add(name, _Tenant())
+        (tenant.children.get(is_media) or tenant.add(is_media, _Line())).add(request)
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove a request that waits: it is served, or not any more."""
         del self._waiting[request]
-        if not self._waiting:
-            self.waiting_ms = self.prepared_ms = 0.0  # drops the rounding errors
-        else:
-            self.waiting_ms -= request.cost_ms
-            self.prepared_ms -= 0.0 if request.may_refuse else request.cost_ms
-        tenants = self._bands[request.priority].tenants
-        kinds = tenants.children[request.tenant].kinds
-        flow = kinds.children[request.is_media]
-        flow.remove(request)
-        if not flow.waiting:
-            kinds.drop(request.is_media)
-        if not kinds.children:
-            tenants.drop(request.tenant)
+        band = self._bands[request.priority]
+        tenant = band.children[request.flow.tenant]
+        line = tenant.children[request.flow.is_media]
+        line.remove(request)
+        if not line:
+            tenant.drop(request.flow.is_media)
+        if not tenant:
+            band.drop(request.flow.tenant)
+        if not band and len(self._bands) > _MAX_IDLE:  # clients choose priorities
+            del self._bands[request.priority]
 
-    def serve(self) -> QueuedRequest:
+    def serve(self, now: float) -> QueuedRequest:
         """Remove the next request, and charge its tenant. Raises ValueError if none waits."""
-        request = self._next()
+        busy = [priority for priority, band in self._bands.items() if band]
+        self._num_served += 1
+        band = self._bands[min(busy)]
+        is_oldest = len(busy) > 1 and self._num_served % _FLOOR == 0
+        request = next(iter(self._waiting)) if is_oldest else band.next(now)
         self.take(request)
         return request
 
     def take(self, request: QueuedRequest) -> None:
         """Remove a request that waits, and charge its tenant."""
-        band = self._bands[request.priority]
-        band.tenants.charge(request.tenant, request.cost_ms)
-        band.tenants.children[request.tenant].kinds.charge(request.is_media, request.cost_ms)
+        self._bands[request.priority].charge(request)
         self.remove(request)
-
-    def refund(self, request: QueuedRequest) -> None:
-        """Take back what a request was charged that is about to wait again."""
-        band = self._bands.get(request.priority)
-        if band is not None:
-            band.tenants.refund(request.tenant, request.cost_ms)
-            if request.tenant in band.kinds:
-                band.kinds[request.tenant].refund(request.is_media, request.cost_ms)
 
     def drop(self) -> QueuedRequest | None:
         """Remove the request that is dropped if there are too many, if any may be."""
-        for priority in sorted(self._busy(), reverse=True):
-            tenants = self._bands[priority].tenants.children.values()
-            for tenant in sorted(tenants, key=lambda each: -each.waiting_ms):
-                for flow in sorted(tenant.kinds.children.values(), key=lambda each: -each.waiting_ms):
-                    if (request := flow.newest()) is not None:
-                        self.remove(request)
-                        return request
-        return None
-
-    def ahead_ms(self, request: QueuedRequest) -> float:
-        """Return the cost of what is expected to be served before a request that waits, or will: everything more
-        urgent, and of each tenant of the same priority as much as of its own."""
-        ahead = sum(self._band_ms(priority) for priority in self._busy() if priority < request.priority)
-        band = self._bands.get(request.priority)
-        if band is None:
-            return ahead
-        tenants = band.tenants.children
-        own = tenants.get(request.tenant)
-        flows = own.kinds.children if own is not None else {}
-        same = flows[request.is_media].waiting_ms if request.is_media in flows else 0.0
-        other = flows[not request.is_media].waiting_ms if (not request.is_media) in flows else 0.0
-        mine = same + min(other, same + request.cost_ms)
-        others = (tenant.waiting_ms for name, tenant in tenants.items() if name != request.tenant)
-        return ahead + mine + sum(min(each, mine + request.cost_ms) for each in others)
-
-    def _next(self) -> QueuedRequest:
-        priorities = list(self._busy())
-        self._num_served += 1
-        if len(priorities) > 1 and self._num_served % _FLOOR == 0:
-            return next(iter(self._waiting))
-        tenants = self._bands[min(priorities)].tenants
-        kinds = tenants.children[tenants.next()].kinds
-        return kinds.children[kinds.next()].first()
-
-    def _busy(self) -> Iterator[int]:
-        return (priority for priority, band in self._bands.items() if band.tenants.children)
-
-    def _band_ms(self, priority: int) -> float:
-        return sum(tenant.waiting_ms for tenant in self._bands[priority].tenants.children.values())
-
-    def _band(self, priority: int) -> _Band:
-        """Return the requests of a priority. Clients choose it: of those without requests, few are kept."""
-        band = self._bands.get(priority)
-        if band is None:
-            if len(self._bands) > _MAX_IDLE:
-                self._bands = {each: self._bands[each] for each in self._busy()}
-            band = self._bands[priority] = _Band()
-        return band
-
-    @staticmethod
-    def _kinds(band: _Band, tenant: str) -> _Shares[bool, _Flow]:
-        if tenant not in band.kinds and len(band.kinds) > _MAX_IDLE + len(band.tenants.children):
-            band.kinds = {name: each.kinds for name, each in band.tenants.children.items()}
-        return band.kinds.setdefault(tenant, _Shares())
+        refusable = [request for request in self._waiting if request.may_refuse]
+        if not refusable:
+            return None
+        least = max(request.priority for request in refusable)
+        refusable = [request for request in refusable if request.priority == least]
+        tokens: Counter[tuple[str, bool]] = Counter()
+        tenants: Counter[str] = Counter()
+        for request in refusable:
+            tokens[request.flow.tenant, request.flow.is_media] += request.tokens
+            tenants[request.flow.tenant] += request.tokens
+        (tenant, _), *_ = tenants.most_common(1)
+        is_media = tokens[tenant, True] > tokens[tenant, False]
+        newest = next(r for r in reversed(refusable) if (r.flow.tenant, r.flow.is_media) == (tenant, is_media))
+        self.remove(newest)
+        return newest

@@ -1,92 +1,125 @@
 """The queues of one gateway: before the preparers, for requests with media that are not cached, and before the engines,
-for all. Both are optional."""
+for all; and what they say of a request whose header has arrived."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from medialane.gateway.admission.cost import CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
-from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
-from medialane.gateway.admission.shared_counts import PREPARED_MS, PREPARING, SharedCounts
-from medialane.types.errors import QueueFull, QueueTimeout
-from medialane.types.request import QueuePlace
-from medialane.types.stats import QueueStats
+from medialane.gateway.admission.flow import Flow, Refusal
+from medialane.gateway.admission.queue import TICK_S, AdmissionQueue, QueueLimits, Ticket
+from medialane.gateway.admission.shared_counts import PREPARED, PREPARING, WAITING, SharedCounts
+from medialane.types.errors import MedialaneError, QueueFull, QueueTimeout, TtftLimitExceeded
+from medialane.types.retry_after import retry_after
+from medialane.types.stats import PoolStats, QueueStats
 
 if TYPE_CHECKING:
-    from medialane.gateway.admission.ttft_limit import NewItem
     from medialane.gateway.config import GatewayConfig
     from medialane.gateway.scope import RequestScope
     from medialane.observability.metrics import Metrics
-    from medialane.routing import EngineWork
+    from medialane.routing import Router
 
-#: Requests in preparation per preparer: some of them are being fetched, which takes none.
+#: A body that is larger has media: its text alone seldom has so many bytes.
+MEDIA_BYTES: Final = 64 << 10
+#: Requests in preparation per preparer: some of them are being copied or checked, which takes none.
 _PER_PREPARER: Final = 4
-#: Weight of the newest wait before the engines of a request that was prepared, if it was shorter than the others.
-_NEWEST: Final = 0.05
-#: What an item is charged while nothing is known of its kind.
-_ITEM_MS: Final = 20.0
+#: Prepared requests that may wait for an engine, for each engine: they hold memory.
+_PREPARED_PER_ENGINE: Final = 2
+#: What an item is charged before the preparers, in tokens: about those of a photo.
+_ITEM_TOKENS: Final = 1024
+#: By so much tokens of requests with media are charged more than those of text: encoders compute them, too.
+_MEDIA_CHARGE: Final = 2
+#: Of a limit of the time to first token, what is kept free for what the measured times do not say.
+_MARGIN: Final = 0.1
+#: Flows that are kept of those without requests: clients choose priorities.
+_MAX_IDLE: Final = 1024
+#: Of a limit of the time to first token, the least that a request may wait.
+_LEAST_WAIT: Final = 0.25
+
+
+class Arrival:
+    """A request in its flow, until its scope ends."""
+
+    def __init__(self, flow: Flow, clock: Callable[[], float]) -> None:
+        self.flow = flow
+        self._clock = clock
+        self._has_ended = False
+
+    def whole(self) -> None:
+        """The request's body is there."""
+        self.flow.arrived(self)
+
+    def sent(self) -> None:
+        """An engine has the request."""
+        self.flow.sent(self, self._clock())
+
+    def end(self) -> None:
+        """Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.flow.end(self)
 
 
 class Queues:
     """The queues of one gateway. `counts` are those of all gateways of a port; with `has_priorities`, engines are
-    scheduled by priority, and the field `priority` of requests counts. `clock` is in seconds."""
+    scheduled by priority, and the field `priority` of requests counts. `preparers` returns the latest statistics of the
+    preparers, None if there are none. `clock` is in seconds."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        forecast: CostForecast,
+        router: Router,
         metrics: Metrics,
         *,
+        preparers: Callable[[], PoolStats | None] = lambda: None,
         counts: SharedCounts | None = None,
         has_priorities: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._forecast = forecast
+        self._router = router
         self._metrics = metrics
+        self._preparers_stats = preparers
         self._has_priorities = has_priorities
         self._clock = clock
+        self._flows: dict[tuple[str, bool, int], Flow] = {}
         self._counts = counts = counts or SharedCounts()
         limits = QueueLimits(config.queue_requests, config.queue_bytes, counts)
-        self._engines = AdmissionQueue(limits, self._have_engines_room, on_change=self._count, clock=clock)
-        #: How long requests wait before the engines, and in them, once they are prepared.
-        self._prepared_wait_s = 0.0
-        self._preparers = AdmissionQueue(limits, self._have_preparers_room, on_change=self._count, clock=clock)
+        self._engines = AdmissionQueue("engine", limits, self._have_engines_room, on_change=self._count, clock=clock)
+        self._preparers = AdmissionQueue(
+            "preparer", limits, self._have_preparers_room, on_change=self._count, clock=clock
+        )
 
     def stats(self) -> dict[str, QueueStats]:
         """Return the queues, for /metrics."""
         return {"engine": self._engines.stats(), "preparer": self._preparers.stats()}
 
-    async def engine(self, scope: RequestScope, cost_ms: Callable[[], float], *, has_media: bool) -> Ticket:
-        """Wait until the request may be sent to an engine, for which it costs `cost_ms`: that is only asked for if it
-        must wait. Raises QueueFull, QueueTimeout, unless its media have been prepared for it."""
-        started = self._clock()
+    def arrive(self, scope: RequestScope, *, num_bytes: int) -> None:
+        """Accept a request by its header, which declares so many bytes of its body. Raises QueueFull,
+        TtftLimitExceeded. If requests have priorities, which are in bodies, none is refused yet."""
+        if not self._has_priorities:
+            self._enter(scope, is_media=num_bytes > MEDIA_BYTES)
+
+    def received(self, scope: RequestScope) -> None:
+        """Accept a request whose body has arrived: only now it is known whether it has media. Raises QueueFull,
+        TtftLimitExceeded."""
+        is_media, arrival = bool(scope.extracted.refs), scope.arrival
+        if arrival is None or arrival.flow.is_media != is_media:
+            arrival = self._enter(scope, is_media=is_media)
+        arrival.whole()
+
+    async def engine(self, scope: RequestScope, num_tokens: int, *, has_media: bool) -> Ticket:
+        """Wait until the request, a prompt of so many tokens, may be sent to an engine. Raises QueueFull, QueueTimeout,
+        unless its media have been prepared for it."""
         if (ticket := self._engines.enter()) is None:
             may_refuse = not scope.timeline.num_misses
-            own_ms = cost_ms()
-            request = self._queued(scope, own_ms, own_ms=own_ms, has_media=has_media, may_refuse=may_refuse)
+            request = self._queued(scope, num_tokens, has_media=has_media, may_refuse=may_refuse)
             ticket = await self._admitted(self._engines, request, scope)
-        if scope.timeline.num_misses:
-            wait_s = self._clock() - started + self._forecast.least_wait_ms() / 1000
-            more_s = wait_s - self._prepared_wait_s
-            self._prepared_wait_s += more_s * (1 if more_s > 0 else _NEWEST)
         scope.defer(ticket.sent)
         return ticket
-
-    def place(self, ticket: Ticket, work: EngineWork, work_ms: float) -> QueuePlace | None:
-        """Return the place of an admitted request in the queue of its worker, which is as long as this gateway knows,
-        or has room; None while too little is known of such engines."""
-        if ticket.is_overdue:
-            return QueuePlace(work_ms, math.inf)
-        engine = self._forecast.engine(work.kind)
-        if not engine.agreement.is_certain:
-            return None
-        return QueuePlace(work_ms, max(work.queue_ms, self._config.queue_target_s * 1000 / engine.queue_rate))
 
     def preparation(self, scope: RequestScope) -> Preparation:
         """Return a request's preparation, which ends with its scope at the latest."""
@@ -97,37 +130,79 @@ class Queues:
     def enter_preparers(self) -> Ticket | None:
         return self._preparers.enter()
 
-    async def preparer(self, scope: RequestScope, item: NewItem) -> Ticket:
-        """Wait until the request's media may be prepared, of which this is one. Raises QueueFull, QueueTimeout."""
-        item_ms = self._forecast.preparing_ms(item.modality, item.num_bytes) or _ITEM_MS
-        cost_ms = item_ms * max(1, len(scope.extracted.refs))
-        own_ms = item_ms + self._forecast.new_item(item.num_tokens).engine_ms + 1000 * self._prepared_wait_s
-        request = self._queued(scope, cost_ms, own_ms=own_ms, has_media=True)
+    async def preparer(self, scope: RequestScope) -> Ticket:
+        """Wait until the request's media may be prepared. Raises QueueFull, QueueTimeout."""
+        request = self._queued(scope, _ITEM_TOKENS * max(1, len(scope.extracted.refs)), has_media=True)
         return await self._admitted(self._preparers, request, scope)
 
+    def _enter(self, scope: RequestScope, *, is_media: bool) -> Arrival:
+        """Count a request in a flow, in place of that of its header."""
+        if scope.arrival is not None:
+            scope.release(scope.arrival.end)
+        flow = self._flow(scope, is_media=is_media)
+        arrival = Arrival(flow, self._clock)
+        limit_s = self._limit_s(scope)
+        within_s = None if limit_s is None else limit_s * (1 - _MARGIN)
+        refusal = flow.accept(arrival, self._clock(), self._config.queue_timeout_s, within_s)
+        if refusal is not None:
+            raise self._refused(flow, refusal, limit_s)
+        scope.arrival = arrival
+        scope.defer(arrival.end)
+        return arrival
+
+    def _refused(self, flow: Flow, refusal: Refusal, limit_s: float | None) -> MedialaneError:
+        error: MedialaneError
+        retry_after_s = retry_after(refusal.wait_s)
+        if refusal.is_late and limit_s is not None:
+            message = f"by those that wait, the first token would come later than after {limit_s:g} s"
+            error = TtftLimitExceeded(message, retry_after_s=retry_after_s)
+        else:
+            message = "too many requests are waiting for this one to be served in time: the server is overloaded"
+            error = QueueFull(message, retry_after_s=retry_after_s)
+        self._metrics.count_refused(flow.tenant, error.code)
+        return error
+
+    def _flow(self, scope: RequestScope, *, is_media: bool) -> Flow:
+        tenant = "" if scope.tenant is None else scope.tenant.name
+        key = (tenant, is_media, self._priority(scope))
+        if (flow := self._flows.get(key)) is None:
+            if len(self._flows) > _MAX_IDLE:
+                self._flows = {key: each for key, each in self._flows.items() if each.num_in_flight}
+            flow = self._flows[key] = Flow(tenant, is_media=is_media)
+        return flow
+
+    def _priority(self, scope: RequestScope) -> int:
+        priority = scope.extracted.priority if self._has_priorities else 0
+        return priority if scope.tenant is None else scope.tenant.priority(priority)
+
+    def _limit_s(self, scope: RequestScope) -> float | None:
+        """Return the request's limit of the time to first token."""
+        if scope.ttft_limit_ms is not None:
+            return scope.ttft_limit_ms / 1000
+        return self._config.ttft_limit_s or None
+
     def _queued(
-        self, scope: RequestScope, cost_ms: float, *, own_ms: float, has_media: bool, may_refuse: bool = True
+        self, scope: RequestScope, num_tokens: int, *, has_media: bool, may_refuse: bool = True
     ) -> QueuedRequest:
-        extracted, tenant = scope.extracted, scope.tenant
-        priority = extracted.priority if self._has_priorities else 0
+        extracted = scope.extracted
+        flow = self._flow(scope, is_media=has_media) if scope.arrival is None else scope.arrival.flow
         return QueuedRequest(
-            tenant="" if tenant is None else tenant.name,
-            priority=priority if tenant is None else tenant.priority(priority),
-            is_media=has_media,
-            cost_ms=cost_ms,
-            deadline=self._clock() + self._patience_s(scope, own_ms),
+            flow,
+            self._priority(scope),
+            max(1, num_tokens) * (_MEDIA_CHARGE if has_media else 1),
+            deadline=self._clock() + self._patience_s(scope, flow),
             num_bytes=(extracted.text_bytes or 0) + sum(len(ref.data) for ref in extracted.refs if ref.data),
             may_refuse=may_refuse,
         )
 
-    def _patience_s(self, scope: RequestScope, own_ms: float) -> float:
-        """Return how long a request may wait here that then takes `own_ms` itself, and as long as may be queued behind
-        this queue, until its first token."""
-        config, expectation = self._config, scope.expectation
-        if expectation is None or not expectation.limit_ms:
-            return config.queue_timeout_s
-        left_s = expectation.limit_ms / 1000 - (time.perf_counter() - scope.received_at)
-        return min(config.queue_timeout_s, left_s - own_ms / 1000 - config.queue_target_s)
+    def _patience_s(self, scope: RequestScope, flow: Flow) -> float:
+        """Return how long an accepted request may wait here: until its first token will hardly come within its limit,
+        since to refuse it late is worse than to answer it a little late."""
+        timeout_s, limit_s = self._config.queue_timeout_s, self._limit_s(scope)
+        if limit_s is None:
+            return timeout_s
+        left_s = limit_s - (time.perf_counter() - scope.received_at)
+        return min(timeout_s, max(left_s - flow.first_token_s / 2, _LEAST_WAIT * left_s))
 
     async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
         timeline = scope.timeline
@@ -136,31 +211,28 @@ class Queues:
             with timeline.measure("admission") as step:
                 return await queue.admit(request)
         except (QueueFull, QueueTimeout) as error:
-            self._metrics.count_refused(request.tenant, error.code)
+            self._metrics.count_refused(request.flow.tenant, error.code)
             raise
         finally:
-            timeline.add("admission", before_s + step.seconds)  # one that was sent back has waited before
+            timeline.add("admission", before_s + step.seconds)  # one with media may wait twice
 
-    def _have_engines_room(self, unsent_ms: float) -> bool:
-        """By the expected wait, as far as it is certain, and by concurrency."""
-        forecast = self._forecast
-        if forecast.is_full:
-            return False
-        wait_ms = forecast.least_wait_ms() + unsent_ms / forecast.num_workers
-        return wait_ms < self._config.queue_target_s * 1000
+    def _have_engines_room(self, num_unsent: int) -> bool:
+        # Else all gateways would send a request for the same room.
+        has_room = self._router.num_with_room > num_unsent
+        return has_room and self._counts.is_turn(WAITING, self._clock(), turn_s=TICK_S)
 
-    def _have_preparers_room(self, _unsent_ms: float) -> bool:
-        total, forecast = self._counts.total, self._forecast
-        if total(PREPARING) >= _PER_PREPARER * forecast.num_preparers:
-            return False
+    def _have_preparers_room(self, _num_unsent: int) -> bool:
+        stats, total = self._preparers_stats(), self._counts.total
+        num_preparers = 1 if stats is None else max(1, stats.num_alive)
         # What has been prepared must not pile up before the engines, with the memory that it holds.
-        ahead_ms = max(forecast.preparer_wait_ms(), total(PREPARED_MS) / forecast.num_workers)
-        return ahead_ms < self._config.queue_target_s * 1000
+        most_prepared = _PREPARED_PER_ENGINE * max(2, self._router.num_open)
+        return total(PREPARING) < _PER_PREPARER * num_preparers and total(PREPARED) < most_prepared
 
     def _count(self) -> None:
         """Tell the other gateways what this one has in the preparers, and has got from them."""
         self._counts.set_own(PREPARING, self._preparers.num_unsent)
-        self._counts.set_own(PREPARED_MS, round(self._engines.prepared_ms))
+        self._counts.set_own(PREPARED, self._engines.num_prepared)
+        self._counts.set_own(WAITING, self._engines.num_waiting)
 
 
 class Preparation:
@@ -178,11 +250,11 @@ class Preparation:
             self._ticket = self._queues.enter_preparers()
         return self._ticket is not None
 
-    async def wait(self, item: NewItem) -> None:
-        """Wait until items like this one may be prepared. Raises QueueFull, QueueTimeout."""
+    async def wait(self) -> None:
+        """Wait until items may be prepared. Raises QueueFull, QueueTimeout."""
         async with self._lock:  # of the other items
             if self._ticket is None:
-                self._ticket = await self._queues.preparer(self._scope, item)
+                self._ticket = await self._queues.preparer(self._scope)
 
     def end(self) -> None:
         """All items are prepared, or will not be. Idempotent."""

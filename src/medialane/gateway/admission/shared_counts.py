@@ -21,7 +21,8 @@ from medialane.types.errors import StartupFailed
 QUEUED_REQUESTS = "~requests"
 QUEUED_BYTES = "~bytes"
 PREPARING = "~preparing"
-PREPARED_MS = "~prepared"
+PREPARED = "~prepared"
+WAITING = "~waiting"
 #: Rows; the file is sparse, and a row that no name has takes no memory.
 _NUM_ROWS = 1 << 16
 _FLOAT_BYTES = 8
@@ -47,7 +48,7 @@ class SharedCounts:
             self.set_own(name, 0)
         taken: set[int] = set()
         self._rows = {}
-        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, PREPARING, PREPARED_MS, *names}):
+        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, PREPARING, PREPARED, WAITING, *names}):
             row = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _NUM_ROWS
             while row in taken:
                 row = (row + 1) % _NUM_ROWS
@@ -71,6 +72,13 @@ class SharedCounts:
         """Return the sum of all gateways' counts."""
         row = self._rows[name]
         return int(sum(self._values[row + 1 : row + self._width]))
+
+    def is_turn(self, name: str, now: float, *, turn_s: float) -> bool:
+        """Return whether it is the turn of this gateway, by a clock that all have in common: this one, and each other
+        that has a count, have turns of `turn_s`."""
+        row = self._rows[name]
+        others = [at for at in range(1, self._width) if at == self._index or self._values[row + at]]
+        return others[int(now / turn_s) % len(others)] == self._index
 
 
 def _mapped(path: str, size: int) -> mmap.mmap:

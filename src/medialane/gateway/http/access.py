@@ -310,6 +310,8 @@ class AccessMiddleware:
             return await refuse(responding(scope, send))
         if kind is Kind.LOGIN:
             current_scope().max_body_bytes = MAX_LOGIN_BYTES
+        elif kind is Kind.CLIENT and scope["type"] == "http":
+            current_scope().passes_by = False
         scope = _without(scope, _COOKIE)
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
             scope, receive = _without(scope, *_BODY_HEADERS), replay(b"", receive)

@@ -145,12 +145,6 @@ class RequestRecord:
         attempt = self._open_attempt(worker, rank) or self._add_attempt(worker, rank, path)
         attempt.error = code
 
-    def sent_back(self, worker: str, rank: int) -> None:
-        """Forget an attempt: the worker had other gateways' requests first, and the prompt waits again."""
-        self.timeline.wait_again()
-        if (attempt := self._open_attempt(worker, rank)) is not None:
-            self.attempts.remove(attempt)
-
     def _open_attempt(self, worker: str, rank: int) -> Attempt | None:
         """Return the last attempt there that has not failed."""
         at_worker = (each for each in reversed(self.attempts) if (each.worker, each.rank) == (worker, rank))

@@ -5,8 +5,7 @@
       medialane.item                one per media item
         medialane.fetch, .decode, .process, .encode
       medialane.admission, .assemble, .route
-      medialane.attempt             CLIENT; one per worker and transfer path that was tried, linked to the one before.
-                                    One that its worker sends back (WorkerQueued) goes on when it is sent again
+      medialane.attempt             CLIENT; one per worker and transfer path that was tried, linked to the one before
         medialane.handover
         llm_request                 the worker's own, by vLLM
 
@@ -28,7 +27,7 @@ from medialane.gateway.records.record import RequestRecord
 from medialane.observability.timeline import Step
 from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
 from medialane.routing import RoutedRequest
-from medialane.types.errors import MedialaneError, WorkerQueued
+from medialane.types.errors import MedialaneError
 from medialane.types.request import EngineRequest, OutputDelta
 
 if TYPE_CHECKING:
@@ -84,7 +83,6 @@ class AttemptTrace:
         self.links = () if before is None else (Link(before.context),)
         self.attributes: Attributes = {}
         self.routed: RoutedRequest | None = None
-        self.num_sent_back = 0
         self.error = ""
         self.headers = context_headers(context)
         self.num_cached_tokens: int | None = None
@@ -116,10 +114,8 @@ class RequestTrace:
         self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
         self.headers = context_headers(self._context)
         self._attempts: list[AttemptTrace] = []
-        #: The last one that failed, and the one that was sent back, for each request of vLLM's app: this may have
-        #: several.
+        #: The last one that failed for each request of vLLM's app, of which this may have several.
         self._failed: dict[str, AttemptTrace] = {}
-        self._sent_back: dict[str, AttemptTrace] = {}
 
     @property
     def trace_id(self) -> str:
@@ -137,11 +133,11 @@ class RequestTrace:
     ) -> Iterator[AttemptTrace | None]:
         """Trace what the block sends to a worker; None if that has no span of its own."""
         self._model = request.lora_name or self._model
-        attempt = self._sent_back.pop(request.request_id, None) or self._new_attempt(request)
+        attempt = self._new_attempt(request)
         if attempt is None:
             yield None
             return
-        attempt.routed, attempt.error = routed, ""
+        attempt.routed = routed
         attempt.attributes |= {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
         if path is not None:
             attempt.attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
@@ -149,15 +145,10 @@ class RequestTrace:
             yield attempt
         except MedialaneError as error:
             attempt.error = error.code
-            ended = self._sent_back if isinstance(error, WorkerQueued) else self._failed
-            ended[request.request_id] = attempt
+            self._failed[request.request_id] = attempt
             raise
         finally:
-            if request.request_id in self._sent_back:
-                attempt.num_sent_back += 1
-                attempt.attributes["medialane.sent_back"] = attempt.num_sent_back
-            else:
-                self._add(attempt)
+            self._add(attempt)
 
     def _new_attempt(self, request: EngineRequest) -> AttemptTrace | None:
         if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
@@ -183,8 +174,6 @@ class RequestTrace:
         """Make all other spans of the record, which has ended, and end the root."""
         root, record = self._root, self._record
         if self._is_sampled:
-            for attempt in self._sent_back.values():
-                self._add(attempt)
             for step in record.timeline.steps:
                 parent = step.detail.context if isinstance(step.detail, AttemptTrace) else self._context
                 self._step(step, parent, self._routing(step))

@@ -168,7 +168,8 @@ class LoadRecorder:
     def loads(self, num_unfinished: Sequence[int]) -> list[WorkerLoad]:
         """Return the load of each rank, in order, given its number of unfinished requests."""
         latest = [logger.stats for _, logger in sorted(self._loggers.items())]
-        latest = latest or [SchedulerStats()] * len(num_unfinished)  # none with --disable-log-stats
+        if not latest:  # with --disable-log-stats: nothing says what waits, so gateways must not wait for it to begin
+            return [WorkerLoad(total) for total in num_unfinished]
         return [_load(total, stats) for total, stats in zip(num_unfinished, latest, strict=True)]
 
     def factory(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:

@@ -19,7 +19,6 @@ from medialane.wire.security import Authentication, Security
 from medialane.worker.gateway_link.handler import Handler
 from medialane.worker.gateway_link.session import Session
 from medialane.worker.gateway_link.session_reports import PendingWorkRelay
-from medialane.worker.gateway_link.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class RpcServer:
         self._unidentified = PendingConnections(_end_unidentified)
         self._gateway_ids: dict[Session, str] = {}  # of the identified ones
         self._request_ids: set[str] = set()
-        self._queue = WorkQueue()
         self._relay = PendingWorkRelay()
         self._stopped = False
 
@@ -124,7 +122,6 @@ class RpcServer:
             self._handler,
             self._config,
             request_ids=self._request_ids,
-            queue=self._queue,
             relay=self._relay,
             on_open=self._admit,
             identify=self._identify,

@@ -40,7 +40,6 @@ from medialane.worker.gateway_link.handler import Handler
 from medialane.worker.gateway_link.session_calls import SessionCalls
 from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
 from medialane.worker.gateway_link.session_requests import SessionRequests
-from medialane.worker.gateway_link.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,7 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class Session:
-    """`relay` has the worker's registered gateways, `queue` the work that they have sent. `join` is sent first if
-    this worker connects to the gateway;
+    """`relay` has the worker's registered gateways. `join` is sent first if this worker connects to the gateway;
     `on_hello` is called when it has registered. `on_open` is called when the connection has opened, and starts
     `run` as a task or calls `end`. `identify` checks the gateway's Hello and returns when its earlier sessions have
     ended; it raises MedialaneError to refuse it."""
@@ -61,7 +59,6 @@ class Session:
         config: RpcConfig,
         *,
         request_ids: set[str],
-        queue: WorkQueue,
         relay: PendingWorkRelay,
         on_open: Callable[[Session], None],
         identify: Callable[[Session, Hello], Awaitable[None]],
@@ -96,7 +93,6 @@ class Session:
             self.connection,
             config=config,
             request_ids=request_ids,
-            queue=queue,
             tasks=self._tasks,
             on_change=self._requests_changed,
         )

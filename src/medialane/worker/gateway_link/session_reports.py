@@ -108,8 +108,10 @@ class SessionReports:
 
     def _report_changed_load(self) -> None:
         self._reporting = None
-        if self._load() != self._reported:
+        if (load := self._load()) != self._reported:
             self.report_load()
+        if any(each.num_waiting for each in load.loads):  # gateways send the next request once the engine has begun it
+            self.load_changed()
 
     def _load(self) -> LoadReport:
         handler = self._handler

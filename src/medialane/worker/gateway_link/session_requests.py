@@ -32,15 +32,13 @@ from medialane.wire.payload import IncomingPayload, join
 from medialane.wire.pooled_output import check_size
 from medialane.wire.protocol import Failed, Output, Released, Submit, UnreadableSubmit
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.work_queue import WorkQueue
 
 
 class _Running:
     """One request in flight."""
 
-    def __init__(self, request: EngineRequest, leave_queue: Callable[[], None]) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request = request
-        self.leave_queue = leave_queue
         self.task: asyncio.Task[None] | None = None
         self.finished = False
         self._stopped = False
@@ -54,8 +52,7 @@ class _Running:
 class SessionRequests:
     """`len` is the number of requests that have not been released; `payload` receives the tensors of the next one.
 
-    `request_ids` are those in flight on any connection of the worker, `queue` their work: this adds and removes its
-    own. The requests run
+    `request_ids` are those in flight on any connection of the worker: this adds and removes its own. The requests run
     as tasks of `tasks`, which must have been entered. `on_change` is called when one has started or was released.
     """
 
@@ -66,7 +63,6 @@ class SessionRequests:
         *,
         config: RpcConfig,
         request_ids: set[str],
-        queue: WorkQueue,
         tasks: asyncio.TaskGroup,
         on_change: Callable[[], None],
     ) -> None:
@@ -75,7 +71,6 @@ class SessionRequests:
         self._max_in_flight = config.max_in_flight
         self._max_pooled_bytes = config.max_pooled_bytes
         self._request_ids = request_ids
-        self._queue = queue
         self._tasks = tasks
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
@@ -101,11 +96,10 @@ class SessionRequests:
         try:
             request = join(message.request, self.payload.take()) if message.with_payload else message.request
             self._check(request.request_id)
-            leave_queue = self._queue.enter(request, self)
         except MedialaneError as error:
             self._refuse(message.request.request_id, error)
         else:
-            self._start(_Running(request, leave_queue))
+            self._start(_Running(request))
 
     def refuse_unreadable(self, message: UnreadableSubmit) -> None:
         if message.with_payload:
@@ -127,7 +121,6 @@ class SessionRequests:
 
     def cancel(self) -> None:
         """Cancel every request: the connection is closed."""
-        self._queue.forget(self)
         for running in self._running.values():
             running.stop()
 
@@ -162,7 +155,6 @@ class SessionRequests:
         try:
             async with aclosing(self._handler.run(running.request)) as deltas:
                 async for delta in deltas:
-                    running.leave_queue()
                     self._send(delta)
                     running.finished = running.finished or delta.finished
                     if self._connection.paused:
@@ -201,7 +193,6 @@ class SessionRequests:
         if self._running.get(request_id) is not running:
             return
         del self._running[request_id]
-        running.leave_queue()
         self._places.free(request_id)
         self._request_ids.discard(request_id)
         self._connection.send(Released(request_id))
