@@ -101,9 +101,13 @@ def page(rows: dict[str, Row]) -> str:
         "|---" * len(_COLUMNS) + "|",
         *(_line(name, row) for name, row in sorted(rows.items())),
     ]
-    remarks = [f"* **{name}**: {remark}" for name, row in sorted(rows.items()) for remark in (*row.differs, *row.notes)]
+    remarks: dict[str, list[str]] = {}
+    for name, row in sorted(rows.items()):
+        for remark in (*row.differs, *row.notes):
+            remarks.setdefault(remark, []).append(name)
     if remarks:
-        lines += ["\nRemarks of the check:\n", *remarks]
+        lines += ["\nRemarks of the check:\n"]
+        lines += [f"* **{', '.join(names)}**: {remark}" for remark, names in remarks.items()]
     return "\n".join(lines) + "\n"
 
 
