@@ -25,7 +25,7 @@ import uvloop
 from local_store import store_link
 from medialane.cli import gateway, gateway_app, gateway_command, store
 from medialane.cli.reloading import Reloading
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import tune_process
 from medialane.config import Config, enter_environ
 from medialane.observability import logging
 from medialane.runtime.linux import signal_on_parent_death
@@ -166,7 +166,7 @@ def run_store(config: Config, model: str, flags: Sequence[str], address: str) ->
     """Main function of the store process, like `medialane store`. Stops with the gateway, however that ends."""
     signal_on_parent_death(signal.SIGTERM, parent_pid=os.getppid())
     enter_environ(config, "store", model, flags, on_gpu=False)
-    store.run(Reloading(config), model, flags, address)
+    store.run_store(Reloading(config), model, flags, address)
 
 
 async def _serve(

@@ -26,7 +26,7 @@ _COMMANDS = {
     "serve": "serve",
     "render": "render",
     "gateway": "gateway_command",
-    "store": "store_command",
+    "store": "store",
     "worker": "worker_command",
 }
 

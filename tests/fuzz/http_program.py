@@ -18,7 +18,7 @@ import gateway_program
 import uvicorn
 from fastapi import FastAPI
 
-from medialane.cli import tuning
+from medialane.cli.serving import tune_process
 from medialane.config import Config
 from medialane.gateway import (
     AccessKeys,
@@ -56,7 +56,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
     from medialane.cli import gateway, gateway_app
     from medialane.cli.reloading import Reloading
 
-    tuning.tune_process()
+    tune_process()
     configure(config.logging)
     measure(folder / "blocked")
     store, worker, path = (f"{folder}/{name}" for name in ("store", "worker", "gateway"))

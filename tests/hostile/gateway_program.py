@@ -95,7 +95,7 @@ def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
     store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
     store.Fetcher = _fetcher
     store.prebuild(config, model, flags, os.environ)
-    with _forked(lambda: store.run(Reloading(config), model, flags, f"unix:{folder}/store")):
+    with _forked(lambda: store.run_store(Reloading(config), model, flags, f"unix:{folder}/store")):
         uvloop.run(_serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
 
 

@@ -23,8 +23,8 @@ from gates import PULL, Gates
 
 from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
 from medialane.config import ClusterConfig, load_config
+from medialane.runtime.phase import watched
 from medialane.runtime.stop import stopped_by_signals
-from medialane.runtime.systemd import watched
 from medialane.types.errors import MedialaneError
 from medialane.types.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.types.media import MediaRef
@@ -134,7 +134,7 @@ def store(folder: Path) -> int:
     if not set(GATEWAYS) & set(place.names):
         settings |= {"stage": "url", "preparers": "1"}  # as `medialane worker --start-store`
     config = load_config(settings, environ=environ)
-    return command.run(Reloading(config), str(folder), [], address(folder, "store"))
+    return command.run_store(Reloading(config), str(folder), [], address(folder, "store"))
 
 
 def stop_pulls_at_the_gate(gates: Gates) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-from medialane.cli import COMMANDS, main, parse_words, store, store_command
+from medialane.cli import COMMANDS, main, parse_words, store
 from medialane.cli.flags import given_settings
 from medialane.config import load_config
 from medialane.prepare import prebuilt
@@ -14,8 +14,8 @@ from medialane.runtime.linux import reserve_title
 
 def run(words):
     reserve_title()
-    args = parse_words("store", COMMANDS["store"], store_command.add_arguments, words)
-    config = load_config(given_settings(args), file=args.config, sections=store_command.SECTIONS)
+    args = parse_words("store", COMMANDS["store"], store.add_arguments, words)
+    config = load_config(given_settings(args), file=args.config, sections=store.SECTIONS)
     store.prebuild(config, args.model, args.vllm_args, dict(os.environ))
     pid = os.fork()
     if pid:

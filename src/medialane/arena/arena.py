@@ -165,7 +165,7 @@ class Arena:
         return self._file.end_bytes
 
     def keep_for(self, keeper: str) -> None:
-        """Have `reap` spare the file while another process has the lock (`owner_lock`) of the file `keeper`. Raises
+        """Have `reap` spare the file while another process has the lock (`private_files`) of the file `keeper`. Raises
         ValueError if the path is too long."""
         self._file.keep_for(keeper)
 

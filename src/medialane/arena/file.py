@@ -43,7 +43,7 @@ from medialane.arena.layout import (
 from medialane.arena.slots import live_slots
 from medialane.arena.view import ArenaView, open_file, read_header
 from medialane.runtime.linux import last_error, libc
-from medialane.runtime.owner_lock import try_lock
+from medialane.runtime.private_files import try_lock
 from medialane.types.errors import HandoverFailed, StartupFailed
 from medialane.types.tensor import ArenaRange
 
@@ -128,7 +128,7 @@ class ArenaFile:
         return self.view.size_bytes + index_bytes(self.view.size_bytes)
 
     def keep_for(self, keeper: str) -> None:
-        """Have `reap` spare this file while another process has the lock (`owner_lock`) of the file `keeper`."""
+        """Have `reap` spare this file while another process has the lock (`private_files`) of the file `keeper`."""
         if self._lock is not None:
             os.pwrite(self._lock, encode_keeper(keeper), KEEPER_AT)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from medialane.arena.entries import Entry
-from medialane.runtime.taker import TAKER, call_site
+from medialane.runtime.tasks import TAKER, call_site
 from medialane.types.stats import HoldRecord
 
 #: Frames of the handle's constructor and of `add`.

@@ -1,5 +1,5 @@
-"""Removes the arena files of processes that have exited (`core.owner_lock`), unless the next owner may take them over:
-while a client of theirs lives, or the process that they are kept for.
+"""Removes the arena files of processes that have exited (`runtime.private_files`), unless the next owner may take them
+over: while a client of theirs lives, or the process that they are kept for.
 
 The lock is held until the file is unlinked, so that a process that is just creating this file notices its removal (see
 file.py). Readers keep their mappings: the memory is freed with the last one.
@@ -15,7 +15,7 @@ import msgspec
 
 from medialane.arena.layout import FILE_MAGIC, FILE_NAME, KEPT, PAGE_BYTES, FileHeader, decode_keeper
 from medialane.arena.slots import live_slots
-from medialane.runtime.owner_lock import abandoned
+from medialane.runtime.private_files import abandoned
 
 
 class Reaped(msgspec.Struct, frozen=True):

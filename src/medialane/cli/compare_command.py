@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from medialane.cli.check_command import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
 from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.config import load_config, process_environ

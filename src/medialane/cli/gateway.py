@@ -18,10 +18,9 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import EssentialTasks, tune_process, unless_set
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
 from medialane.gateway import (
@@ -45,9 +44,8 @@ from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
 from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.phase import enter_phase
+from medialane.runtime.phase import enter_phase, show_ready, watched
 from medialane.runtime.stop import Stop, stopped_by_signals
-from medialane.runtime.systemd import show_ready, watched
 from medialane.store import StoreLink
 from medialane.types.errors import GatewayDraining, StartupFailed
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage

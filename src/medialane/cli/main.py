@@ -50,7 +50,7 @@ COMMANDS = {
         "a gateway for workers that are started separately",
         f"MODEL --store ADDRESS|none --worker ADDRESS [...] | --join-listen ADDRESS {_VLLM}",
     ),
-    "store": Command("store_command", "the media store of one host", f"MODEL --listen ADDRESS {_VLLM}"),
+    "store": Command("store", "the media store of one host", f"MODEL --listen ADDRESS {_VLLM}"),
     "worker": Command(
         "worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS | --join HOST:PORT[,...] {_VLLM}"
     ),
@@ -70,7 +70,7 @@ COMMANDS = {
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
     "workers": Command("workers", "list and drain the workers of running gateways"),
     "reload": Command(
-        "reload", "have running gateways read keys, certificates and log level again, and name what needs a restart"
+        "reloading", "have running gateways read keys, certificates and log level again, and name what needs a restart"
     ),
     "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }

@@ -15,10 +15,9 @@ import msgspec
 import uvicorn
 import uvloop
 
-from medialane.cli.essential_tasks import EssentialTasks
 from medialane.cli.flags import add_settings
 from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import EssentialTasks, tune_process
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import (
@@ -33,8 +32,8 @@ from medialane.gateway import (
 )
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
+from medialane.runtime.phase import watched
 from medialane.runtime.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
-from medialane.runtime.systemd import watched
 from medialane.types.errors import StartupFailed
 from medialane.wire.listener import bind_http, inherited
 

@@ -1,5 +1,6 @@
 """How a process reads again what operators change in place: its log level, and the contents of files of keys and
-certificates. It does on SIGHUP, and a gateway when an operator asks for it; what needs a restart is named.
+certificates. It does on SIGHUP, and a gateway when an operator asks for it (`medialane reload`, the command in this
+file); what needs a restart is named.
 
 All or nothing: what may fail (the file of settings, files of keys, certificates) is read before anything changes.
 """
@@ -21,7 +22,7 @@ from medialane.cli.flags import given_settings
 from medialane.config import Config, SectionName, load_config, process_environ, settings_environ
 from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
 from medialane.observability.logging import set_level
-from medialane.runtime.systemd import shown_reload
+from medialane.runtime.phase import shown_reload
 from medialane.runtime.tasks import WatchedTask
 from medialane.types.errors import InvalidRequest, StartupFailed
 
@@ -32,11 +33,46 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = "--settings-source"
 
+_EPILOG = """\
+What is read again: the contents of files of keys (--keys, --admin-key-file, --metrics-key-file) and of certificates
+(--ssl-certfile), and the log level in the --config file. Whatever else has changed in that file needs a restart, and is
+named. A file with an error changes nothing.
+
+SIGHUP to a gateway, store or worker does the same for that process, SIGHUP to `medialane serve` for all that it has
+started (in a terminal it stops them).
+
+{key_help}
+
+examples:
+  medialane reload
+  medialane reload --gateway https://10.0.0.1:8000 --admin-key-file /etc/medialane/admin-key"""
+
 #: What gateways of a port ask each other.
 RELOAD = "reload"
 
 #: Reads files again; returns what uses them, and the flags that name them. Raises StartupFailed.
 ReadFiles = Callable[[], tuple[Callable[[], None], Sequence[str]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from medialane.cli.gateway_client import KEY_HELP, add_gateway  # imported lazily: processes do without
+
+    parser.epilog = _EPILOG.format(key_help=KEY_HELP)
+    add_gateway(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """`medialane reload`: 0 if all gateways have read their settings again, 1 if not all. Raises StartupFailed."""
+    return asyncio.run(_reload(args))
+
+
+async def _reload(args: argparse.Namespace) -> int:
+    from medialane.cli.gateway_client import connected
+
+    async with connected(args) as gateway:
+        change = await gateway.ask(SettingsChange, "POST", "/medialane/reload")
+    print(change)
+    return int(bool(change.gateways_missing))
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

@@ -10,11 +10,12 @@ import shlex
 import signal
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import msgspec
 
@@ -23,22 +24,26 @@ from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
 from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup, source_flags
-from medialane.cluster import ProcessSpec, Supervisor, local, model_groups
+from medialane.cluster import Observer, ProcessSpec, Supervisor, local, model_groups
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
 from medialane.cluster.process_log import LogFolder
-from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
+from medialane.cluster.ray import (
+    Nodes,
+    RemoteSpec,
+    RemoteSupervisor,
+    gateway_specs,
+    with_join_addresses,
+    worker_specs,
+)
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, ModelTable, SectionName, load_models, process_environ, replace_environ
 from medialane.config.reloading import SettingsSource
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
-from medialane.runtime.systemd import show_ready, show_stopping, watched
+from medialane.runtime.phase import show_ready, show_stopping, watched
 from medialane.types.errors import StartupFailed
-
-if TYPE_CHECKING:  # imports ray
-    from medialane.cli.serve_ray import RayServe
 
 logger = logging.getLogger(__name__)
 
@@ -296,17 +301,66 @@ def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
     if not config.cluster.ray:
         yield None
         return
-    try:
-        from medialane.cli.serve_ray import RayServe
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise StartupFailed("--ray needs Ray: install medialane with the extra ray") from error
     ray = RayServe(config, model)
     try:
         yield ray
     finally:
         ray.close()
+
+
+class RayServe:
+    """What `medialane serve` does differently with Ray. Raises StartupFailed if the cluster cannot be connected to."""
+
+    def __init__(self, config: Config, model: str) -> None:
+        if Path(model).is_dir() and not Path(model).is_absolute():
+            absolute = Path(model).resolve()
+            raise StartupFailed(f"--ray needs the model's absolute path, the same on all nodes: {absolute}")
+        try:
+            from medialane.cluster.ray.ray_cluster import RayCluster  # imports ray
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise StartupFailed("--ray needs Ray: install medialane with the extra ray") from error
+        self._cluster = RayCluster(config.cluster.ray_address)
+        own, *self._others = self._cluster.nodes
+        try:
+            self.config = with_join_addresses(config, own, self._others)
+        except StartupFailed:
+            self.close()
+            raise
+
+    def specs(self, model: str, vllm_args: Sequence[str], folder: Path) -> list[RemoteSpec]:
+        """Return the specifications of the processes that Ray places. Workers on this host use the store whose socket
+        is in `folder`. Raises StartupFailed."""
+        nodes = Nodes(self._cluster.node, self._others, f"unix:{local.store_path(folder)}")
+        shared = uuid.uuid4().hex[:12]
+        return [
+            *gateway_specs(self.config, model, vllm_args, nodes, folder=shared),
+            *worker_specs(self.config, model, vllm_args, nodes, has_gpus=self._cluster.has_gpus, folder=shared),
+        ]
+
+    def supervisor(
+        self, own: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
+    ) -> RemoteSupervisor:
+        """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
+        from medialane.cli.gateway_client import read_state
+
+        config = self.config
+        url = local.base_url(config, vllm_args)
+
+        async def connected() -> set[str]:
+            try:
+                return (await read_state(url, verify=False)).connected_workers()
+            except StartupFailed:
+                return set()
+
+        return RemoteSupervisor(
+            own, self._cluster, specs, config=config.cluster, observer=observer, connected=connected
+        )
+
+    def close(self) -> None:
+        """Leave the cluster. Idempotent."""
+        self._cluster.close()
 
 
 async def _serve(

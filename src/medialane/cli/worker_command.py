@@ -6,9 +6,12 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import NoReturn, get_args
 
@@ -16,23 +19,24 @@ import uvloop
 
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
-from medialane.cli.worker_store import host_store
+from medialane.cluster.child_process import INTERPRETER, ChildProcess
 from medialane.cluster.local import check_join, check_metrics_ports
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import ranks_per_worker
-from medialane.config import Config, SectionName, enter_environ, process_environ
+from medialane.config import Config, SectionName, child_environ, enter_environ, process_environ
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
 from medialane.runtime.phase import enter_phase
-from medialane.runtime.tasks import WatchedTask
+from medialane.runtime.private_files import try_lock
+from medialane.runtime.tasks import Backoff, WatchedTask
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.simulated.serve import addresses_of
 from medialane.types.errors import StartupFailed
 from medialane.types.request import WorkerRole
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_unix
-from medialane.wire.listener import check_listen
+from medialane.wire.listener import check_listen, has_listener
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,14 @@ _COMMON = (
     "join", "metrics-host", "metrics-port", "worker-name", *PROTECTION, "log-level", "log-format", "arena-directory",
     "simulated-workers", "speedup",
 )  # fmt: skip
+
+#: How often it is checked that the host has a store: another worker, which has started it, may have stopped.
+_CHECK_S = 1.0
+_MAX_BACKOFF_S = 30.0
+_STORE_STOP_S = 10.0
+
+#: Gateways of other hosts prepare the media: such a store needs no processor of the model.
+_FLAGS = ("--stage", "url", "--preparers", "1")
 
 _EPILOG = """\
 examples:
@@ -173,7 +185,8 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
         scraped="worker" if config.worker.metrics_port else None,
         names_takers=config.store.debug_holds,
     )
-    starting = host_store(config, args.model, args.store) if args.start_store else nullcontext()
+    argv = store_command(args.model, args.store)
+    starting = host_store(argv, config, args.model, args.store) if args.start_store else nullcontext()
     async with WatchedTask(link.run, "the connection to the media store"), starting:
         enter_phase("waiting for the media store")
         await _wait_for(link, config.store.wait_timeout_s)
@@ -238,3 +251,59 @@ def _run_simulated(reloading: Reloading, args: argparse.Namespace) -> int:
             )
 
     return uvloop.run(serve())
+
+
+@asynccontextmanager
+async def host_store(
+    argv: Sequence[str], config: Config, model: str, address: str, *, check_s: float = _CHECK_S
+) -> AsyncIterator[None]:
+    """Keep a store, `argv`, running at `address`, a unix socket, during the block. If workers of one host use the same
+    address, the first of them starts the store, and another one when that has stopped."""
+    work = partial(_keep_running, argv, config, model, address, check_s=check_s)
+    async with WatchedTask(work, "what keeps the host's store running"):
+        yield
+
+
+async def _keep_running(argv: Sequence[str], config: Config, model: str, address: str, *, check_s: float) -> None:
+    backoff = Backoff(initial_s=check_s, max_s=_MAX_BACKOFF_S)
+    loop = asyncio.get_running_loop()
+    while True:
+        started, was_missing = loop.time(), True
+        try:
+            with _turn(address) as is_ours:
+                was_missing = is_ours and not has_listener(parse_unix(address).path)
+                if was_missing:
+                    await _run_once(argv, config, model)
+        except OSError as error:
+            logger.error("the store of this host cannot be started: %s", error.strerror)
+        if not was_missing or loop.time() - started > _MAX_BACKOFF_S:
+            backoff.reset()
+        await asyncio.sleep(backoff.next() if was_missing else check_s)
+
+
+@contextmanager
+def _turn(address: str) -> Iterator[bool]:
+    """Yield whether this worker may start the store: one of several that try at once. Raises OSError."""
+    descriptor = os.open(f"{address.removeprefix('unix:')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
+    """Run a store until it ends. Raises OSError if it cannot be started."""
+    environ = child_environ(config, "store", model, (), on_gpu=False, environ=process_environ())
+    process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
+    logger.info("started the store of this host, pid %d", process.pid)
+    try:
+        await process.wait()
+    except asyncio.CancelledError:
+        await process.stop(_STORE_STOP_S)
+        raise
+    logger.warning("the store of this host has ended: %s", process.describe_exit())
+
+
+def store_command(model: str, address: str) -> list[str]:
+    """Return the command line of the store that a worker starts."""
+    return [*INTERPRETER, "store", model, "--listen", address, *_FLAGS]

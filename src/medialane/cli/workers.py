@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from medialane.cli.gateway_admin import KEY_HELP, GatewayAdmin, GatewayNotAnswering, add_gateway, connected
+from medialane.cli.gateway_client import KEY_HELP, GatewayAdmin, GatewayNotAnswering, add_gateway, connected
 from medialane.gateway.worker_control import WorkerInfo
 from medialane.types.errors import StartupFailed
 

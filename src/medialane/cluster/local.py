@@ -26,7 +26,7 @@ from medialane.cluster.vllm_flags import (
 from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
-from medialane.runtime.owner_lock import OwnedFolder
+from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
 from medialane.wire import listener
 from medialane.wire.address import consecutive_ports, format_tcp

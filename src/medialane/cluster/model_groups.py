@@ -21,7 +21,7 @@ from medialane.cluster.placement import Hardware, num_gpus
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_values, has_flag, take_secrets, with_config_file, without_flags
 from medialane.config import Config, ModelTable, Setting, TableRules, allowed_environ, as_environ, settings
 from medialane.gateway import ServedModel
-from medialane.runtime.private_file import write_private
+from medialane.runtime.private_files import write_private
 from medialane.types.errors import StartupFailed
 
 #: Members of a model's table besides settings.

@@ -14,8 +14,7 @@ from collections import deque
 from pathlib import Path
 
 from medialane.observability.logging import REPORTED_ERROR, as_text, is_json
-from medialane.runtime.owner_lock import OwnedFolder, try_lock
-from medialane.runtime.private_file import write_private
+from medialane.runtime.private_files import OwnedFolder, try_lock, write_private
 from medialane.runtime.resources import LACK_OF_MEMORY
 from medialane.types.errors import StartupFailed
 

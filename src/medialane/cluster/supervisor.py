@@ -27,7 +27,7 @@ from medialane.cluster.child_process import INTERPRETER, NOT_NEEDED, ChildProces
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
-from medialane.config.cluster import ClusterConfig
+from medialane.config.settings import ClusterConfig
 from medialane.runtime.linux import reap_orphans, set_subreaper
 from medialane.runtime.phase import READY, ExitCounts, Phase, PhaseFile
 from medialane.runtime.tasks import Backoff, first_of

@@ -1,7 +1,6 @@
 """All settings: their definitions (`settings`), the sources of their values (`loading`), and the environment of child
 processes (`environment`). This is the only package that accesses the process's environment, and only when called."""
 
-from medialane.config.cluster import ClusterConfig
 from medialane.config.environment import (
     RoleName,
     allowed_environ,
@@ -20,7 +19,7 @@ from medialane.config.environment import (
 )
 from medialane.config.loading import ModelTable, TableRules, load_config, load_models, parse_size
 from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
-from medialane.config.settings import Config, SectionName, ServerConfig, Setting, settings
+from medialane.config.settings import ClusterConfig, Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
     "LIVE",

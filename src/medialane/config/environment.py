@@ -26,8 +26,8 @@ from medialane.config.loading import load_config
 from medialane.config.settings import PREFIX, Config, SectionName, settings
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
 from medialane.runtime.heartbeat import VARIABLE as HEARTBEAT
+from medialane.runtime.phase import SYSTEMD_VARIABLES
 from medialane.runtime.phase import VARIABLE as PHASE_FILE
-from medialane.runtime.systemd import VARIABLES as OF_SYSTEMD
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def enter_environ(
     """
     if role is not None:
         kept = allowed_environ(role, os.environ, config.environment.pass_env)
-        for name in os.environ.keys() - {*kept, HEARTBEAT, PHASE_FILE, *OF_SYSTEMD}:
+        for name in os.environ.keys() - {*kept, HEARTBEAT, PHASE_FILE, *SYSTEMD_VARIABLES}:
             del os.environ[name]
     defaults = vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1)
     for name, value in (defaults | _vllm_logging(vllm_args, os.environ)).items():

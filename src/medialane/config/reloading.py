@@ -15,7 +15,7 @@ import msgspec
 from medialane.config.environment import settings_environ
 from medialane.config.loading import FILE, MODELS, TableRules, load_config, load_models
 from medialane.config.settings import PREFIX, Config, SectionName, settings
-from medialane.runtime.private_file import write_private
+from medialane.runtime.private_files import write_private
 from medialane.types.errors import StartupFailed
 
 #: The setting that changes without a restart.

@@ -58,7 +58,7 @@ from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
 from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.taker import TAKER
+from medialane.runtime.tasks import TAKER
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
 from medialane.types.media import MODALITIES
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 from msgspec import field
 
-from medialane.runtime.systemd import show_stopping
+from medialane.runtime.phase import show_stopping
 from medialane.runtime.tasks import first_of
 from medialane.types.setting import NonNegativeFloat, check_bounds
 

@@ -1,16 +1,29 @@
-"""Tasks: waiting for several coroutines or streams, none of which runs on when the wait is over; a background task that
-must live: whatever ends it, it is logged, reported, and started again; exponential backoff; and deduplication of
-concurrent work by key (singleflight)."""
+"""Tasks: waiting for several coroutines or streams, none left running when the wait is over; a background task that
+must live: whatever ends it, it is logged, reported, and started again; exponential backoff; deduplication of concurrent
+work by key (singleflight); and for whom a task runs, for the record that `--debug-holds` keeps.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Hashable, Sequence
+from contextvars import ContextVar
+from pathlib import PurePath
+from types import FrameType
 from typing import Any, Generic, Self, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+#: Between an end of a watched task and its next start.
+PAUSE_S = 1.0
+#: How long after its last end it is reported as failing.
+FAILING_S = 60.0
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
@@ -75,12 +88,6 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
 def _step(stream: AsyncGenerator[T, None]) -> asyncio.Future[T]:
     return asyncio.ensure_future(anext(stream))
 
-
-logger = logging.getLogger(__name__)
-
-PAUSE_S = 1.0
-#: How long after its last end a task is reported as failing.
-FAILING_S = 60.0
 
 #: Of this process.
 _tasks: set[WatchedTask] = set()
@@ -157,9 +164,6 @@ class Backoff:
         self._next_s = self._initial_s
 
 
-K = TypeVar("K", bound=Hashable)
-
-
 class _Flight(Generic[T]):
     def __init__(self, task: asyncio.Task[T]) -> None:
         self.task = task
@@ -219,3 +223,21 @@ class SingleFlight(Generic[K, T]):
 
     def __len__(self) -> int:
         return len(self._flights)
+
+
+#: The request, or the client of the store and its call, for which this task runs; empty unless holds are recorded.
+TAKER: ContextVar[str] = ContextVar("medialane_taker", default="")
+
+_NUM_FRAMES = 5
+_PACKAGE = __name__.partition(".")[0]
+
+
+def call_site(depth: int) -> str:
+    """Return the innermost calls of medialane, without the `depth` innermost ones."""
+    frame: FrameType | None = sys._getframe(depth + 1)  # noqa: SLF001 - CPython's; inspect's way reads source files
+    calls: list[str] = []
+    while frame is not None and len(calls) < _NUM_FRAMES:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+            calls.append(f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(calls)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from medialane.runtime.taker import TAKER, call_site
+from medialane.runtime.tasks import TAKER, call_site
 from medialane.store.messages import (
     Call,
     CallFailed,

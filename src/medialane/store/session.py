@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from medialane.arena import Arena, Lease, Reservation
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
-from medialane.runtime.taker import TAKER
+from medialane.runtime.tasks import TAKER
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore

@@ -8,6 +8,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from medialane.types.setting import format_bytes
+
 #: What a process is for, as in its title. `engine` are the processes below a worker or an encoder.
 ProcessKind = Literal["gateway", "worker", "encoder", "engine", "store", "forkserver", "preparer", "warm"]
 
@@ -96,6 +98,12 @@ class HoldRecord(msgspec.Struct, frozen=True):
     taker: str
     call_site: str
     age_s: float
+
+    def __str__(self) -> str:
+        """Return what is known of it in a line, for operators."""
+        entry = f"{self.state} {self.kind} entry at {self.offset} ({format_bytes(self.size_bytes)})"
+        key = f", key {self.key[:12]}" if self.key else ""
+        return f"{self.age_s:.1f} s: {entry}{key}: {self.taker or 'the store itself'} [{self.call_site}]"
 
 
 class StoreStats(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from medialane.runtime.host import ascii_host
-from medialane.runtime.private_file import read, read_private
+from medialane.runtime.private_files import read, read_private
 from medialane.types.errors import StartupFailed
 
 CA_DAYS = 3650

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from ipaddress import IPv6Address, ip_address
 
-from medialane.runtime.private_file import read_private
+from medialane.runtime.private_files import read_private
 from medialane.types.errors import StartupFailed
 from medialane.wire.address import TcpAddress, parse_address
 from medialane.wire.authentication import Handshake, Role, Secrets

@@ -14,7 +14,7 @@ import ssl
 import threading
 from typing import NamedTuple, cast
 
-from medialane.runtime.private_file import read, read_private
+from medialane.runtime.private_files import read, read_private
 from medialane.types.errors import AuthenticationFailed, StartupFailed
 from medialane.wire.config import RpcConfig
 

@@ -18,10 +18,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from medialane.runtime.phase import enter_phase
+from medialane.runtime.phase import enter_phase, show_ready, show_stopping, watched
 from medialane.runtime.resources import MemoryUse, group_below
 from medialane.runtime.stop import DRAIN_TIMEOUT_S, Stop, stopped_by_signals
-from medialane.runtime.systemd import show_ready, show_stopping, watched
 from medialane.runtime.tasks import first_of
 from medialane.types.errors import WorkerLost
 from medialane.wire.address import TcpAddress

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from medialane.arena import Arena, ArenaConfig, ArenaView, ClientSlot, FillWriter, Lineage, describe, layout, reap
 from medialane.arena.index import SLOT_BYTES, index_bytes
 from medialane.arena.layout import COMPLETED_WORD, GENERATION_WORD
-from medialane.runtime.owner_lock import OwnedFolder
+from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import ArenaFull, HandoverFailed
 from medialane.types.feature import Embedding, Feature
 from medialane.types.media import EncodedMedia, MediaSize

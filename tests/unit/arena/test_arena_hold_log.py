@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.arena import Arena
-from medialane.runtime.taker import TAKER
+from medialane.runtime.tasks import TAKER
 
 
 @pytest.fixture

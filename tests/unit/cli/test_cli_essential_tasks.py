@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.serving import EssentialTasks, unless_set
 
 
 async def returns():

@@ -6,8 +6,7 @@ from medialane.cli import main
 
 
 def test_ray_that_is_not_installed_is_one_clear_error(monkeypatch, tmp_path, capsys):
-    for name in ("medialane.cli.serve_ray", "medialane.cluster.ray.ray_cluster"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "medialane.cluster.ray.ray_cluster", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--ray"]) == 2

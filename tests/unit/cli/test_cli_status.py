@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from medialane.cli import gateway_state, main
-from medialane.cli.gateway_state import Gateway, Host, Link, parse_state, read_state, worker_host
+from medialane.cli import gateway_client, main
+from medialane.cli.gateway_client import Gateway, Host, Link, parse_state, read_state, worker_host
 from medialane.gateway import Health
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed
@@ -261,7 +261,7 @@ async def test_what_is_no_url_is_refused():
 
 
 async def test_gateway_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(gateway_state, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(gateway_client, "_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StartupFailed, match=r"has not answered within 0\.1 s"):

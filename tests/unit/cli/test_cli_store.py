@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from medialane.arena import kept_arenas, reap
-from medialane.cli import main, store, store_command
+from medialane.cli import main, store
 from medialane.cli.doctor import check_kept_arenas
 from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster import NOT_NEEDED
@@ -228,9 +228,10 @@ def test_store_on_anything_but_a_unix_socket_fails_the_start(command, address, c
 def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     calls = []
-    monkeypatch.setattr(store_command, "enter_environ", lambda *args, **kwargs: None)
-    monkeypatch.setattr(store_command, "configure", lambda config, component: LogProcess(component, config))
-    monkeypatch.setattr(store, "run", lambda *args, **_: calls.append(args) or 5)
+    monkeypatch.setattr(store, "enter_environ", lambda *args, **kwargs: None)
+    monkeypatch.setattr(store, "configure", lambda config, component: LogProcess(component, config))
+
+    monkeypatch.setattr(store, "run_store", lambda *args: calls.append(args) or 5)
     words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
     assert main([*words, "--", "--max-model-len", "8"]) == 5
     ((reloading, model, vllm_args, address),) = calls

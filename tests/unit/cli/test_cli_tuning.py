@@ -6,7 +6,7 @@ import pytest
 #: In a process of its own: the settings apply to the whole process.
 SCRIPT = """
 import resource, sys
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import tune_process
 
 if sys.argv[1] == "tuned":
     tune_process()

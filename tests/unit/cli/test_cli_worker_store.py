@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli import main, worker_command, worker_store
+from medialane.cli import main, worker_command
 from medialane.config import Config
 from medialane.observability import LogProcess
 from medialane.wire import has_listener
@@ -38,10 +38,13 @@ while True:
 def address(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = f"{folder}/store.sock"
-        monkeypatch.setattr(worker_store, "command", lambda model, address: [sys.executable, "-c", _STORE, path])
-        monkeypatch.setattr(worker_store, "CHECK_S", 0.05)
         monkeypatch.setattr(sys, "stderr", sys.__stderr__)
         yield f"unix:{path}"
+
+
+def host_store(address: str, listens_at: str = ""):
+    argv = [sys.executable, "-c", _STORE, (listens_at or address).removeprefix("unix:")]
+    return worker_command.host_store(argv, Config(), "model", address, check_s=0.05)
 
 
 def pids(address: str) -> list[int]:
@@ -54,7 +57,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def test_store_is_started_restarted_and_stopped_with_the_worker(address):
-    async with worker_store.host_store(Config(), "model", address):
+    async with host_store(address):
         await eventually(lambda: has_listener(address.removeprefix("unix:")))
         (first,) = pids(address)
         os.kill(first, signal.SIGKILL)
@@ -63,7 +66,7 @@ async def test_store_is_started_restarted_and_stopped_with_the_worker(address):
 
 
 async def test_one_of_several_workers_starts_the_store_and_another_takes_over(address):
-    first, second = (worker_store.host_store(Config(), "model", address) for _ in range(2))
+    first, second = (host_store(address) for _ in range(2))
     async with second:
         async with first:
             await eventually(lambda: has_listener(address.removeprefix("unix:")))
@@ -78,8 +81,8 @@ async def test_one_of_several_workers_starts_the_store_and_another_takes_over(ad
 
 async def test_workers_that_start_together_start_one_store(address, caplog):
     async with (
-        worker_store.host_store(Config(), "model", address),
-        worker_store.host_store(Config(), "model", address),
+        host_store(address),
+        host_store(address),
     ):
         await eventually(lambda: has_listener(address.removeprefix("unix:")))
         (first,) = pids(address)
@@ -94,7 +97,7 @@ async def test_workers_that_start_together_start_one_store(address, caplog):
 async def test_store_that_cannot_be_started_is_tried_again(address, caplog):
     folder = Path(address.removeprefix("unix:")).parent / "later"
     later = f"unix:{folder}/store.sock"
-    async with worker_store.host_store(Config(), "model", later):
+    async with host_store(later, address):
         await eventually(lambda: "cannot be started: No such file or directory" in caplog.text)
         folder.mkdir()
         await eventually(lambda: pids(address))
@@ -107,8 +110,8 @@ async def test_store_that_runs_already_is_used(address):
         listener.setblocking(False)
         loop = asyncio.get_running_loop()
         async with (
-            worker_store.host_store(Config(), "model", address),
-            worker_store.host_store(Config(), "model", address),
+            host_store(address),
+            host_store(address),
         ):
             for _ in range(3):
                 (await loop.sock_accept(listener))[0].close()
@@ -128,6 +131,6 @@ def test_embeddings_that_must_be_kept_need_a_store(capsys, monkeypatch):
 
 
 def test_command_line_is_one_of_a_store_without_a_processor():
-    words = worker_store.command("model", "unix:/s.sock")
+    words = worker_command.store_command("model", "unix:/s.sock")
     own = words[words.index("medialane") + 1 :]
     assert own == ["store", "model", "--listen", "unix:/s.sock", "--stage", "url", "--preparers", "1"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import medialane
-from medialane.runtime.private_file import private, write_private
+from medialane.runtime.private_files import private, write_private
 
 SRC = Path(medialane.__file__).parent
 #: Which files others may read, or that are nowhere: a report where the user wants it, /proc, memory, pipes, a

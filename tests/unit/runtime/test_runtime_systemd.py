@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from medialane.runtime.phase import READY, enter_phase
+from medialane.runtime.phase import READY, enter_phase, show_ready, show_status, shown_reload, watched
 from medialane.runtime.stop import Stop
-from medialane.runtime.systemd import show_ready, show_status, shown_reload, watched
 from waiting import eventually
 
 

@@ -12,7 +12,7 @@ import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.observability import request_id
-from medialane.runtime.taker import TAKER
+from medialane.runtime.tasks import TAKER
 from medialane.store import FindItem, ItemFound, StoreClient, StoreEntries, StoreHello
 from medialane.store.messages import HeldEntry, Release, decode_to_store
 from medialane.types.errors import (

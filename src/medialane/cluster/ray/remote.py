@@ -38,8 +38,8 @@ from medialane.cluster.placement import Engines, find_hardware, installed_versio
 from medialane.cluster.process_log import LogFolder, ProcessLog
 from medialane.cluster.vllm_flags import engine_flags, gpus_per_worker
 from medialane.config import Config, host_environ, settings_environ, worker_environ
-from medialane.runtime.owner_lock import SharedFolder, reap_folders
 from medialane.runtime.phase import Phase, PhaseFile
+from medialane.runtime.private_files import SharedFolder, reap_folders
 from medialane.types.errors import StartupFailed
 from medialane.wire.address import TcpAddress, format_tcp, parse_tcp
 from medialane.wire.security import is_loopback

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from medialane.cluster.ray.remote import RemoteCluster, RemoteSpec, member_name
 from medialane.cluster.supervisor import MAX_EXITS_IN_START, Observer, RestartDelay, Supervisor
-from medialane.config.cluster import ClusterConfig
+from medialane.config.settings import ClusterConfig
 from medialane.runtime.tasks import first_of, gather_or_cancel
 from medialane.types.errors import StartupFailed
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from medialane.runtime.private_file import read_private
+from medialane.runtime.private_files import read_private
 from medialane.types.errors import StartupFailed
 
 SETTING = "--keys"

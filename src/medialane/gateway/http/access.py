@@ -51,7 +51,7 @@ from medialane.gateway.http.sessions import (
 from medialane.gateway.intake import WITHOUT_BODY, replay
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
-from medialane.runtime.private_file import read_private
+from medialane.runtime.private_files import read_private
 from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
 
 if TYPE_CHECKING:

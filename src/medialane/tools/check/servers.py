@@ -26,7 +26,7 @@ from medialane.cluster.child_process import spawn_leader
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.vllm_flags import has_flag
 from medialane.runtime.phase import PhaseFile
-from medialane.runtime.private_file import private
+from medialane.runtime.private_files import private
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.tools.check.case import Answer, Request
 from medialane.tools.check.client import CheckClient

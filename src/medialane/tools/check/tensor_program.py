@@ -19,7 +19,7 @@ from medialane import __version__
 from medialane.cluster.placement import installed_version
 from medialane.media import MediaConfig, decode, sniff
 from medialane.runtime.phase import Phase, enter_phase, report_phase
-from medialane.runtime.private_file import write_private
+from medialane.runtime.private_files import write_private
 from medialane.tools.check.media import items_named
 from medialane.tools.check.results import encode
 from medialane.tools.check.tensors import ItemTensors, Source, TensorReport, TensorTask

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from medialane.runtime.phase import PhaseFile
-from medialane.runtime.private_file import write_private
+from medialane.runtime.private_files import write_private
 from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.servers import Setup, log_tail, logged_process, wait_ended
 from medialane.types.errors import StartupFailed

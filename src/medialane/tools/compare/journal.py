@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from medialane.runtime.private_file import private, write_private
+from medialane.runtime.private_files import private, write_private
 from medialane.tools.compare.reply import Reply
 from medialane.types.errors import StartupFailed
 

@@ -26,7 +26,7 @@ from blake3 import blake3
 from pybase64 import b64encode
 
 from medialane.gateway import RECORDING_FORMAT, StandIn, parse_stand_in, with_media
-from medialane.runtime.private_file import write_private
+from medialane.runtime.private_files import write_private
 from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_video
 from medialane.types.errors import StartupFailed
 

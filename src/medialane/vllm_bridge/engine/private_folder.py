@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from medialane.runtime.owner_lock import OwnedFolder
+from medialane.runtime.private_files import OwnedFolder
 
 _PREFIX = "medialane-vllm-"
 

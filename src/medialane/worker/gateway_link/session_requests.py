@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from medialane.observability.logging import request_id, trace_id, trace_of
-from medialane.runtime.taker import TAKER
+from medialane.runtime.tasks import TAKER
 from medialane.types.errors import (
     ErrorReport,
     GenerationFailed,

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from medialane.runtime.owner_lock import (
+from medialane.runtime.private_files import (
     OwnedFolder,
     SharedFolder,
     abandoned,
@@ -44,7 +44,7 @@ def test_folder_of_a_live_owner_is_left_alone(tmp_path):
 
 def test_folder_of_a_killed_owner_is_removed_by_the_next(tmp_path):
     script = (
-        "import os, pathlib, signal, sys; from medialane.runtime.owner_lock import OwnedFolder;"
+        "import os, pathlib, signal, sys; from medialane.runtime.private_files import OwnedFolder;"
         "f = OwnedFolder.create(pathlib.Path(sys.argv[1]), sys.argv[2]); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path), PREFIX], check=False)
@@ -129,7 +129,7 @@ def test_shared_folder_is_private_and_removed_by_the_last_of_its_users(tmp_path)
 def test_shared_folder_of_killed_users_is_removed(tmp_path):
     path = tmp_path / f"{PREFIX}shared"
     script = (
-        "import os, pathlib, signal, sys; from medialane.runtime.owner_lock import SharedFolder;"
+        "import os, pathlib, signal, sys; from medialane.runtime.private_files import SharedFolder;"
         "f = SharedFolder.join(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=False)
