@@ -30,8 +30,7 @@ from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
-from medialane.prepare.prebuilt import ProcessorSource
+from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, ProcessorSource, prebuild_processor
 from medialane.runtime.linux import WARM, has_title
 from medialane.runtime.owner_lock import has_one_owner
 from medialane.runtime.phase import READY, enter_phase
@@ -76,7 +75,7 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
     defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
     environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-    prebuilt.build(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
+    prebuild_processor(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
 def _factory(config: Config) -> str:
