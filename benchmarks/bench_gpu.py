@@ -38,7 +38,7 @@ import torch
 
 from harness import Bar, Options, Report, median, table
 from medialane.arena import Arena, ArenaConfig, ArenaView
-from medialane.vllm_bridge.items.pinned_memory import CudaRuntime
+from medialane.vllm_bridge.items.arena_tensors import CudaRuntime
 
 NAME = "gpu"
 ABOUT = "features and embeddings between the arena and a GPU: pinned or not"

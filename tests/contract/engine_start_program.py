@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from medialane.runtime.linux import reserve_title
-from medialane.vllm_bridge.engine.cpu_executor import CpuExecutor
 from medialane.vllm_bridge.engine.engine import build_engine
+from medialane.vllm_bridge.engine.engine_cpu import CpuExecutor
 from medialane.vllm_bridge.warm import warm_imports
 
 FLAGS = [

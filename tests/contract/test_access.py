@@ -18,7 +18,7 @@ from vllm.tasks import POOLING_TASKS
 from medialane.gateway import AccessKeys, GatewayConfig, ScopeMiddleware
 from medialane.gateway.http import Kind, kind_of
 from medialane.observability import Metrics
-from medialane.vllm_bridge.frontend.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
+from medialane.vllm_bridge.frontend.app import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built
 from vllm_configs import vllm_args
 

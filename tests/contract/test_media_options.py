@@ -12,7 +12,7 @@ from vllm.multimodal.media.connector import merge_media_io_kwargs
 
 from medialane.types.errors import InvalidRequest, StartupFailed
 from medialane.vllm_bridge.items import check_model_io, final_io
-from medialane.vllm_bridge.items.media_options import DEFAULT_NUM_FRAMES
+from medialane.vllm_bridge.items.options import DEFAULT_NUM_FRAMES
 
 
 def final(item=None, *, model=None, request=None, modality="video"):

@@ -22,7 +22,7 @@ from medialane.types.tensor import MAX_RANK, Embeds
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.items import features, sent_tensors
-from medialane.vllm_bridge.items.arena_decoder import WireItem
+from medialane.vllm_bridge.items.arena_tensors import WireItem
 from medialane.wire import protocol as rpc
 from medialane.wire import registration
 

@@ -23,7 +23,7 @@ from medialane.types.feature import Feature, MediaPayload
 from medialane.types.media import AudioSamples, Image, MediaSize
 from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.frontend import inline_rendering
+from medialane.vllm_bridge.frontend import renderer_hook
 from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor, expand_marks, tokenize_without_media
 
 pytestmark = [
@@ -206,7 +206,7 @@ def test_prompt_with_another_number_of_items_is_rejected(chats_of, family, media
 def test_chats_are_not_tokenized_on_the_event_loop(chats_of, family):
     renderer = chats_of(family).renderer
     before = renderer._executor.submit
-    inline_rendering.install(renderer, None)
+    renderer_hook.install_inline_rendering(renderer, None)
     assert renderer._executor.submit == before
 
 

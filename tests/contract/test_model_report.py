@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from medialane.vllm_bridge.engine.model_report import model_report
+from medialane.vllm_bridge.engine.engine_options import model_report
 from medialane.vllm_bridge.items import ProfileReport
 from medialane.vllm_bridge.items.processor_profile import ModalityProfile
 

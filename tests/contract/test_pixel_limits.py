@@ -8,7 +8,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.types.errors import InvalidRequest
 from medialane.vllm_bridge.items import ProcessorProfile, item_options
-from medialane.vllm_bridge.items.pixel_limits import is_pixel_limit
+from medialane.vllm_bridge.items.sized_headers import is_pixel_limit
 from vllm_configs import model_config
 
 PARAM = "messages[0].content[0].image_url"

@@ -42,10 +42,10 @@ from medialane.vllm_bridge.items import (
     ArenaEncoder,
     ArenaItem,
     Unreadable,
-    arena_decoder,
+    arena_tensors,
     encode_item,
 )
-from medialane.vllm_bridge.items.arena_decoder import KEY
+from medialane.vllm_bridge.items.arena_tensors import KEY
 
 SPEC = TensorSpec("float32", (100, 50))
 
@@ -53,7 +53,7 @@ SPEC = TensorSpec("float32", (100, 50))
 @pytest.fixture
 def arena(arena):
     yield arena
-    arena_decoder.RESOLVER.detach(arena.id)
+    arena_tensors.RESOLVER.detach(arena.id)
 
 
 @pytest.fixture
@@ -331,7 +331,7 @@ WHERE = {
     ],
 )
 def test_resolver_never_raises(wire):
-    assert arena_decoder.ArenaResolver().resolve(wire) is None
+    assert arena_tensors.ArenaResolver().resolve(wire) is None
 
 
 @pytest.mark.parametrize(
@@ -384,8 +384,8 @@ def test_engine_core_of_another_parent_is_left_alone(engine):
 
 
 def test_recorded_rejections_are_bounded():
-    resolver = arena_decoder.ArenaResolver()
-    for number in range(arena_decoder.MAX_REFUSED + 10):
+    resolver = arena_tensors.ArenaResolver()
+    for number in range(arena_tensors.MAX_REFUSED + 10):
         resolver.refuse(str(number))
     assert not resolver.has_refused("9")
     assert resolver.has_refused("10")

@@ -34,7 +34,7 @@ def view():
 
 def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view):
     from medialane.vllm_bridge.items import tensor_over
-    from medialane.vllm_bridge.items.pinned_memory import pinned
+    from medialane.vllm_bridge.items.arena_tensors import pinned
 
     view, descriptor = view
     registered = pinned(view.memory)
@@ -50,7 +50,7 @@ def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view):
 
 
 def test_registration_that_cuda_refuses_is_logged_and_kernels_run(view, caplog):
-    from medialane.vllm_bridge.items.pinned_memory import pinned
+    from medialane.vllm_bridge.items.arena_tensors import pinned
 
     view, _ = view
     registered = pinned(view.memory)

@@ -73,7 +73,7 @@ print(json.dumps([summary(broken), not broken]))
 #: Its argument is the model and vLLM's flags, as JSON.
 MODEL = """
 import json, msgspec, sys
-from medialane.vllm_bridge.engine.model_report import model_report
+from medialane.vllm_bridge.engine.engine_options import model_report
 print(msgspec.json.encode(model_report(*json.loads(sys.argv[1]))).decode())
 """
 

@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from medialane.types.admin import AddLora, UnloadLora
 from medialane.types.errors import AdminCallIncomplete, GenerationFailed, NotFound, NoWorkerReady
-from medialane.vllm_bridge.frontend.adapter_versions import AdapterVersions
+from medialane.vllm_bridge.frontend.engine_client import AdapterVersions
 from medialane.vllm_bridge.seams.api_server import unload_adapters_by
 
 SQL = LoRARequest("sql", 1, "/adapters/sql")

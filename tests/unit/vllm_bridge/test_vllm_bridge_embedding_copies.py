@@ -9,7 +9,7 @@ import torch
 from builders import checked_arena
 from medialane.arena import describe, layout
 from medialane.types.tensor import TensorSpec
-from medialane.vllm_bridge.encoder_cache.embedding_copies import Copied, EmbeddingCopies
+from medialane.vllm_bridge.encoder_cache.embedding_connector import Copied, EmbeddingCopies
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import StepEmbeddings
 
 SPEC = TensorSpec("bfloat16", (30, 64))

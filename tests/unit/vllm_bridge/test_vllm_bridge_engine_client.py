@@ -23,7 +23,7 @@ from medialane.types.errors import AdminCallIncomplete, ArenaFull, NoWorkerReady
 from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import CompletionDelta, OutputDelta, TokenLogprob
-from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
+from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS
 from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.frontend.engine_client import BridgedError
 from medialane.vllm_bridge.items import engine_input

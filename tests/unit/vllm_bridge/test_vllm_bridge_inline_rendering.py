@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge.frontend import inline_rendering
-from medialane.vllm_bridge.frontend.inline_rendering import MAX_TEXT_BYTES, InlineRendering
+from medialane.vllm_bridge.frontend import renderer_hook
+from medialane.vllm_bridge.frontend.renderer_hook import MAX_TEXT_BYTES, InlineRendering
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_nothing_is_rendered_inline_while_the_thread_is_working(run):
 
 
 async def test_inline_time_per_iteration_is_limited(run, monkeypatch):
-    monkeypatch.setattr(inline_rendering, "MAX_LOOP_S", 0.0)
+    monkeypatch.setattr(renderer_hook, "MAX_LOOP_S", 0.0)
     first, second = run(threading.get_ident), run(threading.get_ident)
     assert await first == threading.get_ident()
     assert await second != threading.get_ident()

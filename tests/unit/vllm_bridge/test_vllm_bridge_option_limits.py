@@ -6,7 +6,7 @@ import pytest
 
 from medialane.types.errors import InvalidRequest
 from medialane.vllm_bridge.items import check_options
-from medialane.vllm_bridge.items.processor_options import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from medialane.vllm_bridge.items.options import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 
 def nested(depth: int, make=lambda inner: {"a": inner}) -> object:

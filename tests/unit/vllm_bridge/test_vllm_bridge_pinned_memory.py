@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from medialane.vllm_bridge.items.arena_decoder import ArenaResolver
+from medialane.vllm_bridge.items.arena_tensors import ArenaResolver
 from waiting import wait_until
 
 READ_ONLY = 8

@@ -6,8 +6,8 @@ import torch
 from starlette.responses import JSONResponse, Response
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
 
-from medialane.vllm_bridge.frontend import pooled_json
-from medialane.vllm_bridge.frontend.pooled_json import PIECE_FLOATS, built_in_pieces
+from medialane.vllm_bridge.frontend import pooling_endpoints
+from medialane.vllm_bridge.frontend.pooling_endpoints import PIECE_FLOATS, built_in_pieces
 
 
 def context(*tensors, encoding_format="float"):
@@ -41,7 +41,9 @@ TENSORS = {
 def test_response_is_byte_for_byte_that_of_vllm(monkeypatch, member, tensors):
     calls = []
     dumps = json.dumps
-    monkeypatch.setattr(pooled_json.json, "dumps", lambda piece, **how: calls.append(len(piece)) or dumps(piece, **how))
+    monkeypatch.setattr(
+        pooling_endpoints.json, "dumps", lambda piece, **how: calls.append(len(piece)) or dumps(piece, **how)
+    )
     found, expected = built_in_pieces(build(member))(context(*tensors)), build(member)(context(*tensors))
     assert found.body == expected.body
     assert dict(found.headers) == dict(expected.headers)

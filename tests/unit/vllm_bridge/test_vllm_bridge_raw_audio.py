@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from medialane.types.errors import InvalidRequest
-from medialane.vllm_bridge.items import is_audio, sampled
+from medialane.vllm_bridge.frontend.renderer_hook import is_audio, sampled
 
 SAMPLES = np.linspace(-1, 1, 100, dtype=np.float32)
 

@@ -4,7 +4,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from medialane.vllm_bridge.frontend.routes import refuse_unsupported
+from medialane.vllm_bridge.frontend.app import refuse_unsupported
 
 ANSWERED = [
     "/v1/chat/completions/render", "/v1/completions/render", "/v1/responses/render", "/v1/messages/render",

@@ -2,16 +2,18 @@ import time
 
 import pytest
 
-from medialane.vllm_bridge.encoder_cache import step_clock
-from medialane.vllm_bridge.encoder_cache.step_clock import StepClock
+from medialane.vllm_bridge.encoder_cache import embedding_connector
+from medialane.vllm_bridge.encoder_cache.embedding_connector import StepClock
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     """The number of times that the thread was preempted, and the time."""
     found = type("Kernel", (), {"ru_nivcsw": 0, "now": 100.0})()
-    monkeypatch.setattr(step_clock, "getrusage", lambda _who: type("Usage", (), {"ru_nivcsw": found.ru_nivcsw}))
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(
+        embedding_connector, "getrusage", lambda _who: type("Usage", (), {"ru_nivcsw": found.ru_nivcsw})
+    )
+    monkeypatch.setattr(embedding_connector.time, "perf_counter", lambda: found.now)
     return found
 
 

@@ -30,11 +30,10 @@ from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.media_options import final_io, model_io
+from medialane.vllm_bridge.items.options import final_io, model_io
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor, one_thread
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.reference_tensors import HuggingFace, PlainVllm
-from medialane.vllm_bridge.items.tensor_comparison import Values, compare_fields
+from medialane.vllm_bridge.items.reference_tensors import HuggingFace, PlainVllm, Values, compare_fields
 from medialane.vllm_bridge.items.trial_items import attempt
 from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, new_processor

@@ -10,7 +10,7 @@ So readers spin while a step is running, with an occasional short sleep that let
 they block on the notification soon after the last message, not after a second.
 
 On GPU hosts, where cores are many and steps are short, vLLM's behaviour is unchanged. The seam is private to vLLM 0.32;
-`tests/contract/test_vllm_cpu_waiting.py` pins it. A model in one process does not wait at all (`cpu_executor`).
+`tests/contract/test_vllm_cpu_waiting.py` pins it. A model in one process does not wait at all (`engine_cpu`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Theory of operation. A request's features arrive as views of an arena or of the message, and are fully validated before
 they are passed to vLLM (`validation`). vLLM's front end, in this process, sends the request to its EngineCore process;
-an item whose tensors are in arenas that EngineCore has mapped is sent as a descriptor (`arena_encoder`,
-`arena_decoder`).
+an item whose tensors are in arenas that EngineCore has mapped is sent as a descriptor (`arena_tensors`).
 
 *Release.* The caller may reuse a request's bytes once `generate` has returned, so it must not return while EngineCore
 may read them. If EngineCore itself finished the request, it no longer does. After an abort or a stop string, which only
@@ -56,8 +55,8 @@ from medialane.types.request import (
     WorkerLoad,
     WorkerRole,
 )
-from medialane.vllm_bridge.engine.adapters import Adapters, plain_name
-from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
+from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS, Adapters, plain_name
+from medialane.vllm_bridge.engine.engine_cpu import engines_forked_ahead
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import (
@@ -67,13 +66,12 @@ from medialane.vllm_bridge.engine.engine_request import (
     placed_media,
     prompt_token_ids,
 )
-from medialane.vllm_bridge.engine.engine_start import engines_forked_ahead
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.engine.plugin import register
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
+from medialane.vllm_bridge.items.arena_tensors import ArenaEncoder
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.log_level import show_vllm_lines

@@ -1,4 +1,7 @@
-"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires."""
+"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires.
+
+What can be said about a model before a worker runs it: how its media are handled, if embeddings are kept.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,21 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from vllm import envs
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.encoder_cache import embedding_connector
-from medialane.vllm_bridge.engine import cpu_executor
+from medialane.vllm_bridge.engine import engine_cpu
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport
 from medialane.vllm_bridge.seams import encoder_cache
+from medialane.vllm_bridge.seams.multimodal import new_processor
 
 #: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
 EncodeCache = Literal["auto", "on", "off"]
@@ -48,7 +55,7 @@ def engine_args(
     args.kv_events_config = kv_events if role == "worker" else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
     if current_platform.is_cpu() and args.distributed_executor_backend is None and _is_single(args):
-        args.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
+        args.distributed_executor_backend = engine_cpu.QUALIFIED_NAME
     return args
 
 
@@ -102,3 +109,25 @@ def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
 def _is_given(vllm_args: Sequence[str], flag: str) -> bool:
     """Return whether the user gave the flag, in either spelling that vLLM accepts."""
     return any(arg.partition("=")[0].replace("_", "-") == flag for arg in vllm_args)
+
+
+class ModelReport(msgspec.Struct, frozen=True):
+    """`media` is None if the model takes none; `no_embeddings` is why embeddings are not kept, empty if nothing is
+    known to prevent it."""
+
+    architecture: str
+    media: ProfileReport | None
+    no_embeddings: str
+
+
+def model_report(model: str, vllm_args: Sequence[str]) -> ModelReport:
+    """Return the report; loads configuration and processor, no weights. Raises what vLLM raises for its flags."""
+    config = engine_args(model, vllm_args, kv_events=KVEventsConfig()).create_engine_config(
+        UsageContext.UNKNOWN_CONTEXT
+    )
+    takes_media = config.model_config.supports_multimodal_inputs
+    return ModelReport(
+        architecture=config.model_config.architecture,
+        media=ProcessorProfile(new_processor(config.model_config)).report() if takes_media else None,
+        no_embeddings=encoder_cache.unfit_reason(config),
+    )

@@ -24,7 +24,7 @@ from medialane.vllm_bridge.encoder_cache import embedding_connector
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items.arena_encoder import ArenaItem
+from medialane.vllm_bridge.items.arena_tensors import ArenaItem
 from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.prepared_input import decoder_input, to_vllm_range

@@ -36,10 +36,9 @@ from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.types.stage import StageName
 from medialane.types.tensor import EMBEDS_TYPE, decode_embeds
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
-from medialane.vllm_bridge.items.embeds import EmbedsReader
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
+from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE
-from medialane.vllm_bridge.items.media_options import model_io
+from medialane.vllm_bridge.items.options import model_io
 from medialane.vllm_bridge.items.placeholder_layout import decode_options
 from medialane.vllm_bridge.items.preparation import engine_media
 from medialane.vllm_bridge.items.prepared_input import decoder_input

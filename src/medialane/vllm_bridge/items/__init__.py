@@ -3,11 +3,9 @@
 `processor_factory` is not imported here: it loads numba, which an engine's processes do not need.
 """
 
-from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
+from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, ArenaEncoder, ArenaItem, Unreadable
 from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.embeds import EmbedsReader
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds, try_embeds
+from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
 from medialane.vllm_bridge.items.features import (
     decode_item,
     decode_item_without_tensors,
@@ -20,9 +18,15 @@ from medialane.vllm_bridge.items.features import (
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.media_hash import HashFactors, VllmMediaHasher
-from medialane.vllm_bridge.items.media_options import check_model_io, final_io, model_io
 from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media, tokenizes_blanks
-from medialane.vllm_bridge.items.normalization import normalization_of
+from medialane.vllm_bridge.items.options import (
+    check_model_io,
+    check_options,
+    check_processor_options,
+    final_io,
+    item_options,
+    model_io,
+)
 from medialane.vllm_bridge.items.placeholder_layout import decode_options
 from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
 from medialane.vllm_bridge.items.prepared_input import (
@@ -34,12 +38,10 @@ from medialane.vllm_bridge.items.prepared_input import (
     prepared_prompt,
     to_vllm_range,
 )
-from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport
-from medialane.vllm_bridge.items.raw_audio import expected_sample_rate, is_audio, sampled
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport, normalization_of
+from medialane.vllm_bridge.items.reference_tensors import Values, compare_fields
 from medialane.vllm_bridge.items.sent_tensors import SentTensors, TensorsReader
 from medialane.vllm_bridge.items.settings import processor_settings
-from medialane.vllm_bridge.items.tensor_comparison import Values, compare_fields
 from medialane.vllm_bridge.items.validation import placeholder_of
 
 __all__ = [
@@ -77,9 +79,7 @@ __all__ = [
     "engine_media",
     "expand_marks",
     "expected_num_tokens",
-    "expected_sample_rate",
     "final_io",
-    "is_audio",
     "item_options",
     "model_io",
     "named_values",
@@ -88,7 +88,6 @@ __all__ = [
     "placeholder_of",
     "prepared_prompt",
     "processor_settings",
-    "sampled",
     "spec_of",
     "tensor_over",
     "to_vllm_range",

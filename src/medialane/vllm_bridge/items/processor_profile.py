@@ -6,7 +6,7 @@ first read, because store, gateway and worker need different ones and are to sta
 prints the whole.
 
 In which form a model accepts embeddings of clients is not part of it: that takes the weights, so each engine process
-tries it (`embeds_trial`).
+tries it (`embeds`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
@@ -21,16 +22,50 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.types.media import Modality
 from medialane.types.stage import StageName
 from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.image_tokens import ImageTokens
-from medialane.vllm_bridge.items.item_shape import ItemShape, learn_shapes
-from medialane.vllm_bridge.items.merge_size import learn_merge_size
-from medialane.vllm_bridge.items.pixel_limits import learn_accepts_item_options, learn_max_pixels
+from medialane.vllm_bridge.items.item_shape import ItemShape, learn_merge_size, learn_shapes
 from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.sized_headers import learn_content_fields
+from medialane.vllm_bridge.items.sized_headers import (
+    ImageTokens,
+    learn_accepts_item_options,
+    learn_content_fields,
+    learn_max_pixels,
+)
 from medialane.vllm_bridge.items.stage_fitness import fallback_stage, learn_unfit
 from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItems
 from medialane.vllm_bridge.items.validation import FeatureChecker
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities
+from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, hf_processor_of
+
+#: Attributes of Hugging Face's image processors; those of videos have the same.
+_NUMBERS = ("image_mean", "image_std", "rescale_factor")
+
+
+def normalization_of(processor: BaseMultiModalProcessor, modality: Modality) -> Mapping[str, object]:
+    """Return `normalized` of an image's or a video's pixels, and with what the processor or, if they are not, the
+    engine normalises them: (pixels * rescale_factor - image_mean) / image_std. Empty for other modalities. Reads files:
+    not for the event loop."""
+    if modality == "audio":
+        return {}
+    if (by_engine := device_normalisation(processor.info.ctx.model_config)) is not None:
+        return {
+            "normalized": False,
+            "image_mean": list(by_engine.mean),
+            "image_std": list(by_engine.std),
+            "rescale_factor": by_engine.rescale_factor,
+        }
+    hf_processor = hf_processor_of(processor)
+    part = getattr(hf_processor, f"{modality}_processor", None) or getattr(hf_processor, "image_processor", None)
+    numbers = {name: _plain(getattr(part, name, None)) for name in _NUMBERS}
+    return {
+        "normalized": bool(getattr(part, "do_normalize", False)),
+        **{name: value for name, value in numbers.items() if value is not None},
+    }
+
+
+def _plain(value: Any) -> float | list[float] | None:
+    if isinstance(value, int | float):
+        return float(value)
+    return [float(one) for one in value] if isinstance(value, list | tuple) else None
 
 
 class ModalityProfile(msgspec.Struct, frozen=True):

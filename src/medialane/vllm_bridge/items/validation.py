@@ -46,11 +46,10 @@ from medialane.types.media import Modality
 from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, configs_of
-from medialane.vllm_bridge.items.item_shape import ItemShape, check_layout, num_embeds
-from medialane.vllm_bridge.items.merge_size import check_grids
+from medialane.vllm_bridge.items.item_shape import ItemShape, check_grids, check_layout, num_embeds
+from medialane.vllm_bridge.items.options import check_worker_options
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
-from medialane.vllm_bridge.items.processor_options import check_worker_options
 from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
 
 #: mm_hash is opaque to us, but it is a key of several caches.

@@ -1,7 +1,17 @@
-"""EngineCore as a fork of the worker, on a machine without a GPU.
+"""Runs the model in the EngineCore process itself, on a machine without a GPU.
+
+vLLM 0.32 does so on GPUs (`UniProcExecutor`), but runs a CPU model in a separate process, since it configures OpenMP by
+environment variables, which are read when the library is loaded (`platforms/cpu.py`). EngineCore and that process then
+exchange every step through shared memory, and the waiting side spins: one model keeps two cores busy, and each step
+costs two messages. Here the threads are configured by calls instead, and a step is a function call.
+
+The cores are those that vLLM would choose (`OMPProcessManager`, which honours VLLM_CPU_OMP_THREADS_BIND): all but the
+one reserved for other processes.
+
+EngineCore as a fork of the worker, on a machine without a GPU.
 
 vLLM spawns it there: a new interpreter, which imports vLLM again and has pages of its own. What that is for, OpenMP
-settings by environment variables, is done by calls here (`cpu_executor`). The processes that run a model of several
+settings by environment variables, is done by calls here (`CpuExecutor`). The processes that run a model of several
 ranks are spawned by EngineCore, as vLLM does: their cores are set by variables. On a GPU, vLLM decides.
 """
 
@@ -14,11 +24,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from medialane.runtime.forked_ahead import ForkedContext, forked_ahead
+from medialane.vllm_bridge.seams.cpu import OneProcessExecutor, cores_of_ranks
 from medialane.vllm_bridge.seams.engine_start import engines_of, why_spawned
+
+QUALIFIED_NAME = f"{__name__}.CpuExecutor"
+
+
+class CpuExecutor(OneProcessExecutor):
+    """Runs the model on the scheduler's thread, with vLLM's own choice of cores."""
+
+    def before_load(self) -> None:
+        set_threads(cores_of_ranks(self.vllm_config))
+
+
+def set_threads(cpu_lists: list[list[int]]) -> None:
+    """Run one OpenMP thread per core of the only list, bound to these cores; no-op if binding is off."""
+    if not cpu_lists:
+        return
+    (cores,) = cpu_lists
+    torch.set_num_threads(len(cores))
+    # OpenMP threads are created by this one and inherit its affinity; EngineCore's other threads already exist. A
+    # single thread is best left to the kernel's scheduler.
+    if len(cores) > 1:
+        os.sched_setaffinity(0, cores)
+
 
 logger = logging.getLogger(__name__)
 
