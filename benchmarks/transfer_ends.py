@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
-from medialane.transfer import Pulls, capabilities
+from medialane.transfer import Pulls, peer_server
 from medialane.transfer.nixl import NixlMover
 from medialane.types.feature import Feature, RemoteEntry
 from medialane.types.media import MediaSize
@@ -91,7 +91,7 @@ def _stores(arena: Arena, rpc: RpcConfig) -> tuple[Pulls, NixlMover]:
 
 async def source(host: str, rpc: RpcConfig, sizes: list[int]) -> None:
     """Serve until standard input ends."""
-    capabilities.LIFETIME_S = 3600.0
+    peer_server.CAPABILITY_LIFETIME_S = 3600.0
     arena = _arena()
     pulls, nixl = _stores(arena, rpc)
     await nixl.offer(wait=True)

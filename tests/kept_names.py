@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class KeptNames(dict[bytes, bytes]):
-    """`core.name_records.NameRecords`."""
+    """`media.http_cache.NameRecords`."""
 
     def read(self) -> list[tuple[bytes, bytes]]:
         return list(self.items())

@@ -78,7 +78,13 @@ OWNERS = {
     # File locks, which show whether an owner is alive, and whether a range is being written; numbers of descriptors.
     "fcntl": ("runtime/private_files.py", "runtime/heartbeat.py", "arena/fill.py", "arena/slots.py"),
     "cryptography": ("wire/certificate_authority.py",),
-    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_media.py"),
+    "av": (
+        "media/video.py",
+        "media/video_capture.py",
+        "media/audio.py",
+        "media/decoders.py",
+        "testing/sample_media.py",
+    ),
 }
 
 FILES = sorted(SRC.rglob("*.py"))

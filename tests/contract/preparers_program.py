@@ -13,7 +13,14 @@ import msgspec
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.media import MediaConfig
-from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool, prebuilt
+from medialane.prepare import (
+    FactoryConfig,
+    PrepareConfig,
+    PreparerPool,
+    ProcessorSource,
+    fork_forkserver,
+    prebuild_processor,
+)
 from medialane.testing.sample_media import sample_jpeg, sample_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 from medialane.types.hashing import content_hash
@@ -64,8 +71,8 @@ async def digest(pool, arena, number, modality, media_type, data, options):
 
 def main(model):
     config = msgspec.json.encode(FactoryConfig(model, list(TINY_MODEL_FLAGS)))
-    prebuilt.build(prebuilt.ProcessorSource(PROCESSOR_FACTORY, config, dict(os.environ)))
-    prebuilt.fork_forkserver()
+    prebuild_processor(ProcessorSource(PROCESSOR_FACTORY, config, dict(os.environ)))
+    fork_forkserver()
     results = []
     for _ in range(2):
         arena = Arena.create(ArenaConfig(size_bytes=64 << 20))

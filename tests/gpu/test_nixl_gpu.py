@@ -24,7 +24,7 @@ OWNER = """
 import hashlib, sys, time, torch
 tensor = torch.randint(0, 256, (int(sys.argv[1]),), dtype=torch.uint8, device="cuda:0")
 from medialane.transfer.nixl.nixl_agent import NixlAgent
-from medialane.transfer.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.transfer.nixl.agent import Descriptor, RdmaMetadata, pack_agent_metadata
 agent, descriptor = NixlAgent("gpu"), Descriptor("cuda:0", tensor.data_ptr(), tensor.numel())
 agent.register(descriptor)
 sys.stdout.write(RdmaMetadata([descriptor], pack_agent_metadata(agent.metadata()), "key").encode().decode() + "\\n")

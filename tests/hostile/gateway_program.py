@@ -26,7 +26,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from medialane.config import Config, enter_environ
 from medialane.media.fetch import Fetcher
-from medialane.prepare import prebuilt
+from medialane.prepare import fork_forkserver
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
@@ -112,7 +112,7 @@ def _forked(run_store: Callable[[], int]) -> Iterator[None]:
         status = 1
         try:
             if signal_on_parent_death(signal.SIGTERM, parent_pid=parent):
-                prebuilt.fork_forkserver()
+                fork_forkserver()
                 status = run_store()
         finally:
             sys.stderr.flush()

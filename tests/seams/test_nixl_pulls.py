@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from medialane.arena import layout
-from medialane.transfer import Pulls, pull_time
+from medialane.transfer import Pulls, peer_messages
 from medialane.types.feature import Feature
 from medialane.types.media import MediaSize
 from medialane.types.tensor import TensorDescriptor, TensorSpec
@@ -125,7 +125,7 @@ async def test_process_of_the_source_that_was_restarted_is_used_by_the_next_pull
 async def test_stopped_process_of_the_source_costs_a_deadline_and_its_range_is_quarantined(stores, monkeypatch):
     source, destination = await stores()
     assert await destination.pull(source.granted("0", b"a" * 1000, "nixl")) == b"a" * 1000
-    monkeypatch.setattr(pull_time, "_BASE_S", 1.0)
+    monkeypatch.setattr(peer_messages, "_BASE_S", 1.0)
     source.host.stop()
     data = os.urandom(MIB)
     pull = asyncio.ensure_future(destination.pull(source.granted("1", data, "nixl")))

@@ -183,17 +183,17 @@ def test_processes_with_secrets_show_no_memory_to_preparers(model, tmp_path, soc
 
 AS_OTHER_USERS = """\
 import os, sys
-from medialane.prepare import confinement
-confinement.drop_privileges()
-confinement.drop_capabilities()
+from medialane.prepare import sandbox
+sandbox.drop_privileges()
+sandbox.drop_capabilities()
 os.execv(sys.argv[1], sys.argv[1:])
 """
 #: As a preparer without Landlock: without capabilities, of the same user.
 READ_MEMORY = """\
 import os, sys
-from medialane.prepare import confinement
-confinement.drop_privileges()
-confinement.drop_capabilities()
+from medialane.prepare import sandbox
+sandbox.drop_privileges()
+sandbox.drop_capabilities()
 for pid in sys.argv[1:]:
     try:
         os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))

@@ -8,7 +8,7 @@ import sys
 from medialane.cli import COMMANDS, main, parse_words, store
 from medialane.cli.flags import given_settings
 from medialane.config import load_config
-from medialane.prepare import prebuilt
+from medialane.prepare import fork_forkserver
 from medialane.runtime.linux import reserve_title
 
 
@@ -20,7 +20,7 @@ def run(words):
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    prebuilt.fork_forkserver()
+    fork_forkserver()
     os.environ.update(json.load(sys.stdin))
     return main(["store", *words])
 

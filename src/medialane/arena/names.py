@@ -155,7 +155,7 @@ class NamesArea:
 
 
 class NameTable:
-    """The records of one kind: `core.name_records.NameRecords`."""
+    """The records of one kind: `media.http_cache.NameRecords`."""
 
     def __init__(self, area: NamesArea, kind: int) -> None:
         self._area = area

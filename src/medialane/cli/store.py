@@ -32,8 +32,7 @@ from medialane.config import Config, SectionName, allowed_environ, enter_environ
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability.logging import configure
-from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
-from medialane.prepare.prebuilt import ProcessorSource
+from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, ProcessorSource, prebuild_processor
 from medialane.runtime.linux import WARM, has_title, set_title
 from medialane.runtime.phase import READY, enter_phase, watched
 from medialane.runtime.private_files import has_one_owner
@@ -137,7 +136,7 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
     defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
     environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-    prebuilt.build(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
+    prebuild_processor(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
 def _factory(config: Config) -> str:

@@ -31,8 +31,8 @@ from medialane.cluster.child_process import NOT_NEEDED
 from medialane.cluster.warm import receive_fork, receive_start
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.observability.logging import configure
-from medialane.prepare import prebuilt
-from medialane.prepare.confinement import require_one_thread
+from medialane.prepare import fork_forkserver
+from medialane.prepare.forkserver_environment import require_one_thread
 from medialane.runtime import heartbeat
 from medialane.runtime.linux import WARM, fork_child_of, hide_memory, set_title, signal_on_parent_death
 from medialane.runtime.phase import enter_phase
@@ -204,7 +204,7 @@ def become(request: Request, supervisor: int, by_imports: Mapping[str, str]) -> 
     os.dup2(output, 2)
     os.close(output)
     if request.command == "store":
-        prebuilt.fork_forkserver()  # before secrets are in this memory
+        fork_forkserver()  # before secrets are in this memory
     hide_memory()
     with request.connection as connection:
         connection.settimeout(None)  # it is closed at the other end if the request is given up

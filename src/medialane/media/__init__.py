@@ -5,23 +5,25 @@ their type; `decode` decodes, and `probe` opens without decoding.
 """
 
 from medialane.media.config import FetchLimits, MediaConfig
-from medialane.media.data_url import decode_base64, parse_header, read_jpeg_frames, split_data_url
-from medialane.media.decoders import decode, installed_kinds, measure, needs_probe, probe, sniff
-from medialane.media.embeds import read_embeds
-from medialane.media.image_header import image_size, sniff_image
-from medialane.media.oriented_size import oriented_size
-from medialane.media.published_image import (
+from medialane.media.data_url import (
     MAX_URL_BYTES,
     PIXMAP_HEADER_BYTES,
     PIXMAP_TYPE,
     RDMA_TYPE,
     PublishedImage,
     check_published,
+    decode_base64,
     is_published,
+    parse_header,
     pixmap_header,
     pixmap_size,
+    read_jpeg_frames,
     read_published,
+    split_data_url,
 )
+from medialane.media.decoders import decode, installed_kinds, measure, needs_probe, probe, sniff
+from medialane.media.embeds import read_embeds
+from medialane.media.image_header import image_size, oriented_size, sniff_image
 
 __all__ = [
     "MAX_URL_BYTES",

@@ -8,12 +8,10 @@ from typing import Self
 
 from aiohttp.abc import AbstractResolver
 
-from medialane.media.body import Body
 from medialane.media.config import MediaConfig
-from medialane.media.http_cache import KnownUrl, UrlCache, url_key
-from medialane.media.http_source import HttpSource, Received
+from medialane.media.http_cache import NOT_KEPT, KnownUrl, NameRecords, UrlCache, boot_time, url_key
+from medialane.media.http_source import Body, HttpSource, Received
 from medialane.media.local_files import LocalFiles
-from medialane.media.name_records import NOT_KEPT, NameRecords, boot_time
 from medialane.runtime.tasks import SingleFlight
 from medialane.types.errors import MediaFetchTimeout
 from medialane.types.media import MediaRef, Modality

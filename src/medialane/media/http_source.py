@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address, ip_interface
+from typing import Protocol
 
 import aiohttp
 from aiohttp import StreamReader
@@ -36,7 +37,6 @@ from aiohttp.http import RawResponseMessage
 from blake3 import blake3
 from yarl import URL
 
-from medialane.media.body import Body
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.host_places import FetchTime, HostPlaces, Place
 from medialane.media.http_cache import Freshness, Validators, freshness_of, url_digest
@@ -76,6 +76,27 @@ _MAX_NAMES = 4096
 
 #: Servers send one (100) or two (102, 103) before the final response.
 _MAX_INTERIM = 16
+
+
+class Body(Protocol):
+    """Where the body of a fetch is stored while it is read: it may be as large as a video, and arrives in chunks, which
+    are written sequentially. Its owner ends it once, by `finish` or `abandon`."""
+
+    def expect(self, num_bytes: int) -> None:
+        """Announce the declared length, 0 if unknown, before the first chunk. Allocates no memory yet."""
+        ...
+
+    def write(self, piece: bytes) -> None:
+        """Append a copy of a chunk. Raises ArenaFull."""
+        ...
+
+    def finish(self, content_hash: str) -> None:
+        """Store the body under its hash. Raises what `sniff` raises: then it must still be abandoned."""
+        ...
+
+    def abandon(self) -> None:
+        """Release the memory. Idempotent; no effect after `finish`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

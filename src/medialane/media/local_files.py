@@ -21,8 +21,8 @@ from urllib.parse import unquote
 
 from blake3 import blake3
 
-from medialane.media.body import Body
 from medialane.media.config import FetchLimits
+from medialane.media.http_source import Body
 from medialane.runtime.linux import last_error, libc
 from medialane.types.errors import (
     EmptyMedia,

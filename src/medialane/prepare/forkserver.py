@@ -1,5 +1,5 @@
 """The process that preparers fork from: `python -m medialane.prepare.forkserver FACTORY CONTROL_FD PARENT_PID`, or a
-fork of its store with a processor that was built before (`prebuilt`).
+fork of its store with a processor that was built before.
 
 Theory of operation. The engine's processor takes about 20 s and 600 MB to import, build and warm. This
 process does it once; every preparer is a fork of it, ready in milliseconds and sharing those pages. Two invariants:
@@ -35,8 +35,13 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from medialane.observability.logging import configure_child
-from medialane.prepare import confinement
-from medialane.prepare.forkserver_environment import enter
+from medialane.prepare.forkserver_environment import (
+    default_signals,
+    detach,
+    die_with_parent,
+    enter,
+    require_one_thread,
+)
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
@@ -54,9 +59,8 @@ from medialane.prepare.messages import (
     decode_control_request,
 )
 from medialane.prepare.preparer import Preparer
-from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
-from medialane.prepare.sandbox import Sandbox, available
+from medialane.prepare.sandbox import Sandbox, allow_reader, available
 from medialane.runtime.heartbeat import BEAT_S
 from medialane.runtime.linux import set_title
 from medialane.types.errors import MedialaneError, StartupFailed
@@ -121,7 +125,7 @@ class Forkserver:
         return True
 
     def _fork(self, request: Fork, channel: socket.socket) -> None:
-        confinement.require_one_thread()
+        require_one_thread()
         parent_pid = os.getpid()
         child_id = request.preparer_id
         try:
@@ -133,7 +137,7 @@ class Forkserver:
             spare = Forkserver(channel, self._processor, self._setup, sandbox=self._sandbox, store_pid=self._store_pid)
             self._become(spare.run)
         elif pid == 0:
-            confinement.die_with_parent(parent_pid)
+            die_with_parent(parent_pid)
             self._become(lambda: self._preparer(channel, child_id, writes_arena=request.writes_arena).run())
         child = Child(child_id, pid, os.pidfd_open(pid))
         self._children[pid] = child
@@ -215,7 +219,7 @@ def load_factory(name: str) -> Callable[[bytes], Processor]:
 def build_processor(factory_name: str, factory_config: bytes) -> Processor:
     """Build the warm processor and prepare this process for forks. Raises StartupFailed, or what the factory raises."""
     processor = load_factory(factory_name)(factory_config)
-    confinement.require_one_thread()
+    require_one_thread()
     # Existing objects are permanent: the garbage collector must not write to (and so copy) their pages in children.
     gc.collect()
     gc.freeze()
@@ -233,9 +237,9 @@ def run_forked(control: socket.socket, store_pid: int, processor: Processor, san
 
     status = 1
     try:
-        confinement.die_with_parent(store_pid)
+        die_with_parent(store_pid)
         faulthandler.disable()  # whose handlers are replaced
-        confinement.detach(keep=control.fileno())
+        detach(keep=control.fileno())
         control.setblocking(True)
         status = _run(control, store_pid, take)
     except BaseException:  # noqa: BLE001 - logged and stopped here; the pool detects the exit
@@ -246,8 +250,8 @@ def run_forked(control: socket.socket, store_pid: int, processor: Processor, san
 
 def main(argv: list[str]) -> int:
     factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
-    confinement.die_with_parent(parent_pid)
-    confinement.default_signals()
+    die_with_parent(parent_pid)
+    default_signals()
     control = socket.socket(fileno=control_fd)
     return _run(control, parent_pid, lambda setup: (build_processor(factory_name, setup.factory_config), available()))
 

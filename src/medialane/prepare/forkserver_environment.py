@@ -1,18 +1,26 @@
-"""Environment and settings of a fork server, which must not start threads.
+"""What a process must be that preparers fork from: one thread, a new process's signals and descriptors, an end with its
+parent; and the environment that libraries start no threads in.
 
-One that is exec'ed gets them as variables (`exec_environ`); libraries read most of these while they are loaded. One
-that is forked from a process that has loaded them sets the same by call (`enter`), and the variables for libraries that
-are loaded later."""
+A fork server that is exec'ed gets the environment as variables (`exec_environ`); libraries read most of these while
+they are loaded. One that is forked from a process that has loaded them sets the same by call (`enter`), and the
+variables for libraries that are loaded later. What exec gives to the former, `detach` gives to the latter.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import signal
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
+from medialane.runtime.linux import signal_on_parent_death
 from medialane.runtime.phase import VARIABLE as PHASE_FILE
+from medialane.types.errors import StartupFailed
 
 _MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 _TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
@@ -89,3 +97,64 @@ def _openmp_libraries() -> set[str]:
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if line.count("/")}
     return {path for path in paths if os.path.basename(path).startswith(("libgomp", "libomp", "libiomp"))}
+
+
+_STDERR = 2
+#: By a new Python process.
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+
+#: Threads of libraries that hold no lock which a child takes. NVML's, `cuda` and a number, which the first nvmlInit
+#: starts with driver 580: vLLM finds its platform by NVML, and forks its engines after that. jemalloc's, of pyarrow,
+#: which pandas imports: jemalloc has handlers for forks.
+_HARMLESS = re.compile(r"cuda\d+|jemalloc_bg_thd")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent thread exits; exit now if the parent has already exited."""
+    if not signal_on_parent_death(signal.SIGKILL, parent_pid=parent_pid):
+        raise SystemExit(0)
+
+
+def require_one_thread() -> None:
+    """Raise StartupFailed unless this process has exactly one thread, besides those that do not matter to a fork.
+
+    A forked child has only the calling thread: locks held by other threads stay locked in it forever.
+    """
+    if names := [name for name in _other_threads() if not _HARMLESS.fullmatch(name)]:
+        raise StartupFailed(
+            f"the process that others fork from has {1 + len(names)} threads ({', '.join(names)}) and must have one: a "
+            "library started a thread pool when it was imported, or the model's processor was built"
+        )
+
+
+def _other_threads() -> list[str]:
+    """Return the names of this process's threads, without the calling one."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != threading.get_native_id():
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                found.append((task / "comm").read_text().strip())
+    return found
+
+
+def detach(keep: int) -> None:
+    """Give this process, a fork of another kind of process, what a new one would have: a session of its own, no stdin,
+    Python's signal handlers, and no descriptors but stdout, stderr and `keep`."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > _STDERR and fd != keep:
+            with suppress(OSError):  # that of the listing itself, closed by now
+                os.close(fd)
+    signal.set_wakeup_fd(-1)
+    default_signals()
+
+
+def default_signals() -> None:
+    """Handle signals as a new Python does, whatever this process has inherited: in a shell's background job SIGINT and
+    SIGQUIT are ignored, which exec keeps."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in _IGNORED else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,5 +1,10 @@
-"""The store's handle on a fork server: start it, fork preparers, detect its death, terminate it; and the spare that
-takes over when it dies.
+"""The store's handle on a fork server: start it, fork preparers, detect its death, terminate it; the spare that takes
+over when it dies; and the fork server that was forked before, with a processor that was built before.
+
+*Prebuilt*: a warm process calls `prebuild_processor` once. Each store is a fork of it, and calls `fork_forkserver`
+while it has one thread, and before it has read a secret: the fork server, which waits with the built processor, then
+has none in its memory. When the store knows its settings, `ForkserverProcess.start` takes that fork server over, if its
+processor was built for these; otherwise, and after its death and that of its spare, the store execs one.
 
 The spare is a fork of the active one. When that dies, the spare replaces it and forks its own spare; a processor is
 rebuilt only if both die at the same time. Measured with the tiny Qwen2.5-VL on two cores: importing, building and
@@ -17,11 +22,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from medialane.prepare import prebuilt
-from medialane.prepare.forkserver_environment import exec_environ
+from medialane.prepare.forkserver_environment import differences, exec_environ, require_one_thread, required
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
@@ -37,11 +43,9 @@ from medialane.prepare.messages import (
     SetupFailed,
     decode_control_report,
 )
-from medialane.prepare.pidfd_process import PidfdProcess, end_process
-from medialane.prepare.prebuilt import ProcessorSource
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
-from medialane.prepare.process_memory import read_into
-from medialane.prepare.sandbox import Sandbox
+from medialane.prepare.preparer_process import PidfdProcess, PreparerLost, PreparerProcess, end_process
+from medialane.prepare.processor import Processor
+from medialane.prepare.sandbox import Sandbox, available, read_into
 from medialane.runtime.heartbeat import HangWatch
 from medialane.runtime.resources import OomKills
 from medialane.runtime.tasks import Backoff, first_of
@@ -62,6 +66,22 @@ _CLOSED = "closed"
 
 class ForkserverLost(Exception):
     """The fork server has exited, and its preparers with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorSource:
+    """What a processor is built from: the factory `module:function`, what it gets, and the environment."""
+
+    factory: str
+    factory_config: bytes
+    environment: Mapping[str, str]
+
+    def changes(self, other: ProcessorSource) -> list[str]:
+        """Return the names of what differs and may make another processor."""
+        changes = differences(self.environment, other.environment)
+        if (self.factory, self.factory_config) != (other.factory, other.factory_config):
+            changes.append("the model's flags")
+        return changes
 
 
 class ForkserverProcess:
@@ -97,11 +117,11 @@ class ForkserverProcess:
     @classmethod
     async def start(cls, source: ProcessorSource, setup: PreparerSetup, *, timeout_s: float) -> Self:
         """Start a fork server, with what it requires itself besides the environment of the source, and wait until its
-        processor is warm: the one that was forked with a prebuilt processor (`prebuilt`), or a new one.
+        processor is warm: the one that was forked with a prebuilt processor, or a new one.
 
         Raises StartupFailed; then no process is left running.
         """
-        waiting = prebuilt.take(source)
+        waiting = _take_prebuilt(source)
         process, control = waiting or _exec(source)
         given = dict(source.environment) if waiting else {}
         self = cls(process, control, setup.arena)
@@ -352,3 +372,66 @@ def _exec(source: ProcessorSource) -> tuple[PidfdProcess, socket.socket]:
         ours.close()
         raise
     return PidfdProcess(child.pid, os.pidfd_open(child.pid), on_exit=child.wait), ours
+
+
+# Prebuilt
+
+#: What `prebuild_processor` has built, from what; and the sandbox that this machine supports.
+_built: tuple[ProcessorSource, Processor, Sandbox] | None = None
+#: What the fork server has been built from, its process id and pidfd (a child of this process), and our end of its
+#: control channel.
+_waiting: tuple[ProcessorSource, int, int, socket.socket] | None = None
+
+
+def prebuild_processor(source: ProcessorSource) -> None:
+    """Build the processor that fork servers of stores with this source use. The process has one thread afterwards.
+    Raises StartupFailed, or what the factory raises."""
+    global _built
+    from medialane.prepare.forkserver import build_processor  # imported lazily: only warm processes decode
+
+    with required():
+        _built = source, build_processor(source.factory, source.factory_config), available()
+
+
+def fork_forkserver() -> None:
+    """Fork the fork server of this process, a store, if a processor has been built. Call it from the main thread, which
+    must be the only one. Raises StartupFailed if it is not."""
+    global _waiting
+    if _built is None:
+        return
+    from medialane.prepare import forkserver
+
+    source, processor, sandbox = _built
+    require_one_thread()
+    ours, theirs = child_channel()
+    store_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        forkserver.run_forked(theirs, store_pid, processor, sandbox)
+    theirs.close()
+    _waiting = source, pid, os.pidfd_open(pid), ours
+
+
+def is_prebuilt(source: ProcessorSource) -> bool:
+    """Return whether there is a fork server to take, with the processor that this source would give."""
+    return _waiting is not None and not source.changes(_waiting[0])
+
+
+def _take_prebuilt(source: ProcessorSource) -> tuple[PidfdProcess, socket.socket] | None:
+    """Return the waiting fork server and our end of its control channel; the caller owns both. For a running loop.
+
+    None if it was not forked, has been taken, or has another processor than this source would give: then it is
+    terminated.
+    """
+    global _waiting
+    waiting, _waiting = _waiting, None
+    if waiting is None:
+        return None
+    built_from, pid, pidfd, control = waiting
+    process = PidfdProcess(pid, pidfd, on_exit=partial(os.waitpid, pid, 0))
+    if not (changes := source.changes(built_from)):
+        return process, control
+    logger.warning("the prebuilt processor is not used: it was built with other values of %s", ", ".join(changes))
+    control.close()
+    process.kill()
+    return None

@@ -3,7 +3,10 @@
     send -> NeedRange -> send the next job -> reserve in the arena -> copy -> publish -> JobResult
 
 No job can stop the pool: every exception becomes a result. A MedialaneError fails only the job; any other exception
-also marks the preparer as unusable. A job that loses its preparer, or exceeds its time limit, is run again once.
+also marks the preparer as unusable. A job that loses its preparer, or exceeds its time limit, is run again once. An
+item that has ended several preparers is refused for a while (`Quarantine`). A preparer may have been taken over by a
+hostile file, and the error that it reports becomes the answer to a client: it may choose among the errors that decoding
+and processing raise, and its text is short and plain.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from cachetools import TTLCache
 
 from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
 from medialane.prepare.job_queue import Job, JobResult, JobValue
@@ -34,10 +40,10 @@ from medialane.prepare.messages import (
     Range,
 )
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
-from medialane.prepare.quarantine import Quarantine
-from medialane.prepare.reported_error import reported_error
 from medialane.runtime.resources import activity, cpu_seconds
+from medialane.types import errors
 from medialane.types.errors import (
+    ErrorReport,
     MedialaneError,
     MediaTooLarge,
     PreparationFailed,
@@ -63,6 +69,39 @@ OVERLAPPED_BYTES = 32 * 1024 * 1024
 
 #: A preparer that has had less of a core when its job exceeds the time limit is not blamed on the item.
 MIN_CPU_SHARE = 0.5
+
+
+#: Preparers that an item may end. Two are one request's: an item is run again once.
+MAX_ENDED = 3
+
+#: Seconds after the last of them for which the item is refused, and most items that are remembered.
+QUARANTINE_S = 300.0
+MAX_ITEMS = 4096
+
+
+class Quarantine:
+    """Items that have ended several preparers. An item is known by its key in the arena, which covers content, options
+    and salt: one tenant's options refuse nobody else's use of the same file, and a video that takes too much memory is
+    accepted with fewer frames. A probe is known by its content alone."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_ended: TTLCache[str, int] = TTLCache(MAX_ITEMS, QUARANTINE_S, clock)
+
+    def check(self, key: str) -> None:
+        """Raise PreparerCrashed if the item is refused."""
+        if self._num_ended.get(key, 0) >= MAX_ENDED:
+            message = f"this item is refused for up to {QUARANTINE_S:g} s: it has crashed or hung {MAX_ENDED} decoders"
+            raise PreparerCrashed(message)
+
+    def add(self, key: str) -> None:
+        """Count that a preparer died or was killed while it worked on the item."""
+        self._num_ended[key] = self._num_ended.get(key, 0) + 1
+        if self._num_ended[key] == MAX_ENDED:
+            logger.error("item %s is refused for %g s: it has ended %d preparers", key, QUARANTINE_S, MAX_ENDED)
+
+    def clear(self, key: str) -> None:
+        """Forget the item, which has been prepared: something else has ended its preparers."""
+        self._num_ended.pop(key, None)
 
 
 class JobRunner:
@@ -241,3 +280,55 @@ async def to_the_end(work: Awaitable[object]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+#: What decoding (`media`) and processing (`Processor`) raise.
+_REPORTABLE = {
+    cls.code: cls
+    for cls in (
+        errors.AudioTooLong,
+        errors.EmptyMedia,
+        errors.FeatureUnsupported,
+        errors.ImageTooComplex,
+        errors.ImageTooLarge,
+        errors.InvalidAudio,
+        errors.InvalidBase64,  # in a list of JPEG frames
+        errors.InvalidEmbeds,
+        errors.InvalidFeature,
+        errors.InvalidImage,
+        errors.InvalidRequest,
+        errors.InvalidVideo,
+        errors.MediaTooLarge,
+        errors.PreparationFailed,
+        errors.PromptRejected,
+        errors.TooManyFrames,
+        errors.Unavailable,
+        errors.UnsupportedMediaType,
+        errors.VideoTooLarge,
+        errors.VideoTooLong,
+    )
+}
+
+#: The longest of our own messages has 200 characters, vLLM's are cut at 1000.
+MAX_TEXT = 500
+
+#: An absolute path, or a file URL; not the second part of `image/png` or of another URL.
+_PATH = re.compile(r"(?:file:/*|(?<![\w/:]))/[\w.~][^\s'\",;)]*")
+
+
+def reported_error(report: ErrorReport) -> MedialaneError:
+    """Return the error that a preparer has reported, without its field, which the store knows."""
+    cls = _REPORTABLE.get(report.code)
+    if cls is None:
+        logger.warning("a preparer has reported an error that preparers do not raise: %s", _plain(report.code))
+        return PreparationFailed("preparing this item failed")
+    return cls(_plain(report.message) or "preparing this item failed")
+
+
+def _plain(text: str) -> str:
+    """Return one line of printable characters without local paths, at most MAX_TEXT of them."""
+    start = text[: 2 * MAX_TEXT]
+    line = "".join(character if character.isprintable() else " " for character in start).strip()
+    line = _PATH.sub("...", line)
+    is_whole = len(line) <= MAX_TEXT and len(text) <= 2 * MAX_TEXT
+    return line if is_whole else f"{line[: MAX_TEXT - 4]} ..."

@@ -7,7 +7,7 @@ Failures. No job can stop the pool: a MedialaneError fails the job; an unexpecte
 its preparer; an exception outside of jobs is logged, and the fork server is restarted. A job whose preparer dies, or
 that exceeds its timeout, is run again once, alone; then it fails with PreparerCrashed or PreparerTimeout, or with
 Unavailable if its preparer was stopped, or had no CPU. An item
-that has ended several preparers is refused before it is queued (`quarantine`). The preparers
+that has ended several preparers is refused before it is queued (`job_run.Quarantine`). The preparers
 die with their fork server: running jobs fail with Unavailable, queued jobs wait for the spare fork server to take over;
 without a spare they fail as well, and a new processor is built, with exponential backoff if building fails.
 """
@@ -23,11 +23,10 @@ from functools import partial
 from medialane.arena import Arena, Lease
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare import prebuilt
 from medialane.prepare.config import PrepareConfig
-from medialane.prepare.forkserver_process import ForkserverProcess, Forkservers
+from medialane.prepare.forkserver_process import ForkserverProcess, Forkservers, ProcessorSource, is_prebuilt
 from medialane.prepare.job_queue import Job, JobQueue, JobValue
-from medialane.prepare.job_run import to_the_end
+from medialane.prepare.job_run import Quarantine, to_the_end
 from medialane.prepare.messages import (
     DescribeBlank,
     ItemRequest,
@@ -36,10 +35,8 @@ from medialane.prepare.messages import (
     ProbeItem,
     ProcessItem,
 )
-from medialane.prepare.prebuilt import ProcessorSource
 from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Preparers
 from medialane.prepare.processor import Described
-from medialane.prepare.quarantine import Quarantine
 from medialane.prepare.sandbox import WRITE_ARENA
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import MedialaneError, StartupFailed, Unavailable
@@ -96,7 +93,7 @@ class PreparerPool:
     @property
     def is_prebuilt(self) -> bool:
         """Whether the processor has been built already; before `start`."""
-        return prebuilt.is_waiting(self._source)
+        return is_prebuilt(self._source)
 
     async def start(self) -> None:
         """Start the fork server and all preparers; return when all are ready. Jobs are queued meanwhile.

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 from medialane.arena import ArenaView, ClientSlot, describe
 from medialane.media import decode, measure, probe
-from medialane.prepare import confinement
 from medialane.prepare.messages import (
     LENGTH,
     BlankDescribed,
@@ -42,9 +41,8 @@ from medialane.prepare.messages import (
     encode_frame,
     frame_length,
 )
-from medialane.prepare.process_memory import address_of, allow_reader
 from medialane.prepare.processor import ProcessedItem, Processor, decoded_item
-from medialane.prepare.sandbox import Sandbox
+from medialane.prepare.sandbox import Sandbox, address_of, allow_reader
 from medialane.types.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
 from medialane.types.feature import MAX_HEADER_BYTES
 from medialane.types.media import MAX_METADATA_BYTES, EncodedMedia, MediaSize
@@ -70,15 +68,11 @@ class Preparer:
         self._processor = processor
         self._media = setup.media
         self._items: dict[int, ProcessedItem] = {}
-        confinement.drop_sockets(keep={jobs.fileno()})
         if writes_arena:  # the lock shows the next store that this process may still write
             self._slot = ClientSlot.take(setup.arena, setup.arena_directory, setup.slot)
         self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=writes_arena)
         allow_reader(reader_pid)
-        confinement.drop_privileges()
-        confinement.restore_fault_handlers()
-        confinement.limit_memory(setup.memory_limit_bytes)
-        sandbox.enter(processor.files)
+        sandbox.enter(processor.files, jobs=jobs.fileno(), memory_limit_bytes=setup.memory_limit_bytes)
 
     def run(self) -> None:
         """Run jobs until the store closes the channel. Raises ValueError for a protocol violation."""

@@ -10,7 +10,7 @@ by its pidfd, and only then are the job's range and its pin on the encoded bytes
 process may still write. A preparer that dies need not have been killed by its job: it may have had two, and the kernel
 kills preparers first when memory is short; one that exceeds a time limit may have been stopped. So each of its jobs is
 run again, once and alone in its preparer; a second failure fails it, and an item that has ended three preparers is
-refused for a while (`quarantine`). Preparers that die before they have run a job are replaced with exponential backoff.
+refused for a while (`Quarantine`). Preparers that die before they have run a job are replaced with exponential backoff.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from medialane.arena import Arena
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
-from medialane.prepare.job_run import JobRunner, to_the_end
+from medialane.prepare.job_run import JobRunner, Quarantine, to_the_end
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
-from medialane.prepare.quarantine import Quarantine
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import MedialaneError, PreparerCrashed, PreparerTimeout, Unavailable
 

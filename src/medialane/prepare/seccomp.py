@@ -3,7 +3,7 @@
 Theory of operation. A preparer computes: it needs memory, threads, time, readable files and its open descriptors.
 An allowlist excludes the network, new processes, signals to other processes, their memory, io_uring, mounts, and calls
 of future kernels, without naming them. The filter inspects arguments that are passed in registers; paths are behind
-pointers, which it cannot dereference (`landlock` restricts those).
+pointers, which it cannot dereference (`sandbox` restricts those, by Landlock).
 
 The kernel runs the filter, a classic BPF program, at each call; it cannot be removed and needs no privilege.
 libseccomp, which could assemble it, is a system library that minimal images lack; the program is a hundred comparisons.

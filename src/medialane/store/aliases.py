@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from medialane.media.name_records import NOT_KEPT, NameRecords, boot_time
+from medialane.media.http_cache import NOT_KEPT, NameRecords, boot_time
 from medialane.types.errors import UuidConflict
 from medialane.types.media import Alias
 from medialane.types.media_lease import TenantLru, tenant_of

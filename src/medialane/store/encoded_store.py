@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
 from medialane.media import MediaConfig, sniff
-from medialane.media.published_image import PIXMAP_TYPE
+from medialane.media.data_url import PIXMAP_TYPE
 from medialane.types.media import EncodedMedia, MediaRef, Modality
 from medialane.types.tensor import EMBEDS_TYPE
 

@@ -16,8 +16,8 @@ from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
 from medialane.media import MediaConfig, image_size, needs_probe
+from medialane.media.data_url import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.media.fetch import Fetcher
-from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.prepare.processor import Described

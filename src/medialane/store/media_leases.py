@@ -9,7 +9,7 @@ and the `cache_salt` with which they were sent. To whoever cannot make the same 
 
 Leases are kept in records of the arena's file, written before the answer that relies on them: the next store that takes
 the file over pins their entries before it evicts anything. Times are of the clock that all processes of the host share
-(`core.name_records.boot_time`).
+(`media.http_cache.boot_time`).
 
 Each lease counts as one, and with its bytes, also if several have one entry; uploads count from their beginning, so
 that those which do not end take no memory from requests. All of a store, and of a tenant, have a share of the arena's
@@ -28,7 +28,7 @@ import msgspec
 
 from medialane.arena import Arena, Lease, Reservation
 from medialane.media import MediaConfig, oriented_size, sniff
-from medialane.media.name_records import NOT_KEPT, NameRecords, boot_time
+from medialane.media.http_cache import NOT_KEPT, NameRecords, boot_time
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig

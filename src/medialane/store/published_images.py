@@ -15,12 +15,12 @@ from cachetools import LRUCache
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
 from medialane.media import MediaConfig
+from medialane.media.data_url import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
 from medialane.media.http_cache import url_key
-from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
 from medialane.runtime.tasks import SingleFlight
 from medialane.store.encoded_store import EncodedStore
+from medialane.transfer.nixl.agent import RdmaMetadata
 from medialane.transfer.nixl.mover import NixlMover, Published
-from medialane.transfer.nixl.rdma_metadata import RdmaMetadata
 from medialane.transfer.pulls import Pulls
 from medialane.types.errors import (
     InvalidImage,

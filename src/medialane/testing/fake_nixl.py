@@ -13,8 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.transfer.nixl.agent import AgentError, Segment
-from medialane.transfer.nixl.rdma_metadata import Descriptor
+from medialane.transfer.nixl.agent import AgentError, Descriptor, Segment
 
 
 class FakeMetadata(msgspec.Struct):

@@ -16,7 +16,8 @@ A large entry is copied over several connections, each of which opens it and ask
 `range.nbytes` less the entry's header.
 
 The source ends a hold that lasts too long by closing the connection, and then the destination gets no EntryClosed. Any
-other error closes the connection, too: nothing is received from it afterwards.
+other error closes the connection, too: nothing is received from it afterwards. How long a pull may take is known to
+both sides: a peer that is stopped or unreachable must not delay a request for much longer than its fallback takes.
 """
 
 from __future__ import annotations
@@ -114,3 +115,19 @@ def decode_from_source(frame: bytes) -> FromSource:
         return _FROM_SOURCE.decode(frame)
     except _UNREADABLE as error:
         raise ProtocolViolation(f"unreadable message: {error}") from error
+
+
+#: For the start of a pull, on a busy machine.
+_BASE_S = 5.0
+#: The slowest link that is worth using: a network of 100 Mbit/s.
+_MIN_BYTES_PER_S = 10e6
+
+
+def longest_pull_s(nbytes: int) -> float:
+    """Return the destination's deadline for a pull, in seconds."""
+    return _BASE_S + nbytes / _MIN_BYTES_PER_S
+
+
+def longest_hold_s(nbytes: int) -> float:
+    """Return how long the source holds an entry for a pull, in seconds: longer than any pull of it."""
+    return 2 * longest_pull_s(nbytes)

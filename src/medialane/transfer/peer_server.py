@@ -7,12 +7,17 @@ than any pull does, or disappears, is disconnected, and the hold ends then: what
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import os
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
-from medialane.transfer.capabilities import Capabilities
 from medialane.transfer.mover import Mover
 from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
@@ -28,11 +33,12 @@ from medialane.transfer.peer_messages import (
     PeerWelcome,
     SendPayload,
     decode_to_source,
+    longest_hold_s,
 )
-from medialane.transfer.pull_time import longest_hold_s
 from medialane.types.errors import HandoverFailed, ProtocolViolation, StartupFailed, TransferFailed, to_report
-from medialane.types.feature import RemoteEntry
+from medialane.types.feature import EntryKind, RemoteEntry
 from medialane.types.media import EncodedMedia
+from medialane.types.tensor import ArenaRange
 from medialane.wire.address import parse_tcp
 from medialane.wire.authentication import Role
 from medialane.wire.listener import Listener
@@ -48,6 +54,39 @@ HELLO_TIMEOUT_S = 5.0
 SMALL_SEND_TIMEOUT_S = 5.0
 #: Longer than a destination keeps an idle connection.
 IDLE_TIMEOUT_S = 120.0
+
+#: A worker asks for the entry as soon as it has received the request.
+CAPABILITY_LIFETIME_S = 120.0
+
+
+class Capabilities:
+    """Gives the right to read one entry of our arena to another host's store, without state on our side.
+
+    The key is random, made at the store's start: no capability outlives its store. `address` is that of our peer
+    listener. `expires_ms` counts on our own clock, so the other hosts' clocks do not matter.
+    """
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = address
+        self._key = secrets.token_bytes(32)
+        self._clock = clock
+
+    def give(self, granted: ArenaRange, kind: EntryKind, key: str) -> RemoteEntry:
+        expires_ms = int((self._clock() + CAPABILITY_LIFETIME_S) * 1000)
+        mac = self._mac(granted, kind, key, expires_ms)
+        return RemoteEntry(granted, kind, key, self.address, expires_ms, mac)
+
+    def check(self, entry: RemoteEntry) -> None:
+        """Raises HandoverFailed if we did not give this capability, or it has expired."""
+        mac = self._mac(entry.range, entry.kind, entry.key, entry.expires_ms)
+        if not hmac.compare_digest(mac, entry.capability):
+            raise HandoverFailed("the capability is not one of this store")
+        if entry.expires_ms < self._clock() * 1000:
+            raise HandoverFailed("the capability has expired")
+
+    def _mac(self, granted: ArenaRange, kind: EntryKind, key: str, expires_ms: int) -> bytes:
+        signed = msgspec.msgpack.encode((granted, kind, key, expires_ms))  # a list of fixed length: unambiguous
+        return hmac.digest(self._key, signed, hashlib.sha256)
 
 
 class PeerServer:

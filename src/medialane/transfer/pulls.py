@@ -1,5 +1,5 @@
 """Pulls in both directions: other hosts' stores copy our entries, and we copy theirs, each once, into our arena, where
-they are cached like our own."""
+they are cached like our own. A mover that failed lately for a peer is avoided there for a while."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import NamedTuple
 
 import msgspec
+from cachetools import LRUCache
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
 from medialane.runtime.tasks import SingleFlight
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
-from medialane.transfer.mover_health import MoverHealth
+from medialane.transfer.peer_messages import longest_pull_s
 from medialane.transfer.peer_server import PeerServer
 from medialane.transfer.peers import Peers
-from medialane.transfer.pull_time import longest_pull_s
 from medialane.types.errors import HandoverFailed, MediaTooLarge, TransferFailed, TransferTimeout
 from medialane.types.feature import Embedding, EntryKind, Feature, MoverName, RemoteEntry
 from medialane.types.media import EncodedMedia
@@ -32,12 +32,45 @@ logger = logging.getLogger(__name__)
 
 #: Pulls at the same time; others wait. A few saturate any link.
 MAX_PULLS = 8
-#: Copies, and other stores, whose mover is known.
+#: Copies and other stores with a known mover, and other stores for which the mover has failed.
 MAX_REMEMBERED = 4096
 #: Of the header of a feature, which is not known when memory is reserved: most are smaller.
 _HEADER_BYTES = 4096
 
-K = TypeVar("K")
+#: Consecutive failures after which the mover is avoided. One may be the end of the peer's process.
+MAX_FAILURES = 2
+#: How long it is avoided at first; each further failure doubles it.
+INITIAL_PAUSE_S = 10.0
+MAX_PAUSE_S = 600.0
+
+
+class _Failures(NamedTuple):
+    number: int
+    until: float
+
+
+class MoverHealth:
+    """For which peers a mover is avoided because it failed lately, by their addresses. The clock is injected."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures: LRUCache[str, _Failures] = LRUCache(MAX_REMEMBERED)
+
+    def is_avoided(self, peer: str) -> bool:
+        failures = self._failures.get(peer)
+        return failures is not None and failures.number >= MAX_FAILURES and self._clock() < failures.until
+
+    def failed(self, peer: str) -> bool:
+        """Count a failure. Return True if the mover is avoided from now on, which is worth a warning."""
+        was_avoided = self.is_avoided(peer)
+        earlier = self._failures.get(peer)
+        number = 1 if earlier is None else earlier.number + 1
+        pause_s = min(MAX_PAUSE_S, INITIAL_PAUSE_S * 2.0 ** max(0, min(number, 32) - MAX_FAILURES))
+        self._failures[peer] = _Failures(number, self._clock() + pause_s)
+        return not was_avoided and self.is_avoided(peer)
+
+    def succeeded(self, peer: str) -> None:
+        self._failures.pop(peer, None)
 
 
 class Pulls:
@@ -69,10 +102,10 @@ class Pulls:
         )
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._quarantine: set[asyncio.Task[None]] = set()
-        #: What has copied the entries at ranges of our arena, the latest last.
-        self._copied_by: dict[ArenaRange, MoverName] = {}
+        #: What has copied the entries at ranges of our arena.
+        self._copied_by: LRUCache[ArenaRange, MoverName] = LRUCache(MAX_REMEMBERED)
         #: What has copied the last entry of a store, by its address.
-        self._mover_of_peer: dict[str, MoverName] = {}
+        self._mover_of_peer: LRUCache[str, MoverName] = LRUCache(MAX_REMEMBERED)
         self._num_pulls: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
         self._num_failed: Counter[str] = Counter()
@@ -228,10 +261,10 @@ class Pulls:
     def _note_copied(self, name: MoverName, entry: RemoteEntry, copy: ArenaRange) -> None:
         self._num_pulls[name] += 1
         self._num_bytes[name] += entry.range.nbytes
-        _put(self._copied_by, copy, name)
+        self._copied_by[copy] = name
         if self._mover_of_peer.get(entry.address) != name:
             logger.info("entries of %s are copied by %s", entry.address, name)
-            _put(self._mover_of_peer, entry.address, name)
+            self._mover_of_peer[entry.address] = name
 
     def _failed(self, name: MoverName, peer: str, error: TransferFailed) -> None:
         self._num_failed[name] += 1
@@ -259,14 +292,6 @@ class Pulls:
         task = asyncio.get_running_loop().create_task(free(), name="quarantine")
         self._quarantine.add(task)
         task.add_done_callback(self._quarantine.discard)
-
-
-def _put(movers: dict[K, MoverName], key: K, name: MoverName) -> None:
-    """Remember the mover of one more key, in place of the oldest one if there are many."""
-    movers.pop(key, None)
-    movers[key] = name
-    if len(movers) > MAX_REMEMBERED:
-        del movers[next(iter(movers))]
 
 
 def _moved(value: Cached, entry: RemoteEntry, local: ArenaRange) -> Cached:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from medialane.media import MediaConfig, decode, installed_kinds, measure, needs_probe, probe, sniff
-from medialane.media.decoders import DECODERS, Decoder
-from medialane.media.kinds import Kind
+from medialane.media.decoders import DECODERS, Decoder, Kind
 from medialane.prepare.processor import decoded_item
 from medialane.types.errors import InvalidImage, UnsupportedMediaType
 from medialane.types.media import MODALITIES, MediaSize, ModalityTraits

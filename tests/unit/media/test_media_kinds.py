@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.media import MediaConfig, decoders, installed_kinds, kinds, sniff
-from medialane.media.decoders import find_kinds
-from medialane.media.kinds import Kind, Kinds
+from medialane.media import MediaConfig, decoders, installed_kinds, sniff
+from medialane.media.decoders import Kind, Kinds, find_kinds
 from medialane.types.errors import UnsupportedMediaType
 
 #: No decoder is run on this: sniffing reads its header.
@@ -71,7 +70,7 @@ def test_build_without_a_codec_supports_the_others():
 
 
 def test_missing_pillow_format_is_detected(monkeypatch):
-    monkeypatch.setattr(kinds.features, "check", lambda feature: feature != "avif")
+    monkeypatch.setattr(decoders.features, "check", lambda feature: feature != "avif")
     avif = find_kinds(absent).unavailable[0]
     assert (avif.modality, avif.name) == ("image", "avif")
     assert "pillow" in avif.missing

@@ -14,7 +14,15 @@ from PIL import Image as PILImage
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
 from medialane.media import MediaConfig
-from medialane.prepare import PrepareConfig, PreparerPool, confinement, prebuilt
+from medialane.prepare import (
+    PrepareConfig,
+    PreparerPool,
+    ProcessorSource,
+    forkserver,
+    forkserver_process,
+    prebuild_processor,
+)
+from medialane.prepare import fork_forkserver as fork_prebuilt
 from medialane.types.hashing import content_hash
 from medialane.types.media import EncodedMedia
 
@@ -61,20 +69,22 @@ def refuse_reading(*_: object) -> None:
 @contextlib.contextmanager
 def _with_threads() -> Iterator[None]:
     """A process of tests has threads, at the fork of a fork server, which has none."""
-    here, check = os.getpid(), confinement.require_one_thread
-    confinement.require_one_thread = lambda: check() if os.getpid() != here else None
+    here, check, modules = os.getpid(), forkserver_process.require_one_thread, (forkserver_process, forkserver)
+    for module in modules:
+        module.require_one_thread = lambda: check() if os.getpid() != here else None
     try:
         yield
     finally:
-        confinement.require_one_thread = check
+        for module in modules:
+            module.require_one_thread = check
         gc.unfreeze()
 
 
 def fork_forkserver(factory: str, factory_config: bytes, environment: Mapping[str, str]) -> None:
     """Build a processor and fork a fork server with it, as for a store whose parent has built it."""
     with _with_threads():
-        prebuilt.build(prebuilt.ProcessorSource(factory, factory_config, environment))
-        prebuilt.fork_forkserver()
+        prebuild_processor(ProcessorSource(factory, factory_config, environment))
+        fork_prebuilt()
 
 
 def make_pool(

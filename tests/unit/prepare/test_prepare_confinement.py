@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from preparer_pools import is_running
 
-from medialane.prepare import confinement
+from medialane.prepare import forkserver_environment, sandbox
 from medialane.types.errors import StartupFailed
 from waiting import wait_until
 
@@ -31,7 +31,7 @@ def in_child(check: Callable[[], bool]) -> bool:
 
 def test_memory_limit_is_enforced():
     def check() -> bool:
-        confinement.limit_memory(128 << 20)
+        sandbox.limit_memory(128 << 20)
         np.zeros(64 << 20, np.uint8)
         try:
             np.zeros(256 << 20, np.uint8)
@@ -44,7 +44,7 @@ def test_memory_limit_is_enforced():
 
 def test_zero_sets_no_limit():
     def check() -> bool:
-        confinement.limit_memory(0)
+        sandbox.limit_memory(0)
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
     assert in_child(check)
@@ -52,7 +52,7 @@ def test_zero_sets_no_limit():
 
 def test_core_dumps_are_disabled_and_the_oom_score_is_not_lowered():
     def check() -> bool:
-        confinement.drop_privileges()
+        sandbox.drop_privileges()
         with open("/proc/self/oom_score_adj") as file:
             return resource.getrlimit(resource.RLIMIT_CORE) == (0, 0) and int(file.read()) >= 0
 
@@ -63,7 +63,7 @@ def test_fault_ends_the_process_despite_library_handlers():
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGSEGV, lambda *_: None)
-        confinement.restore_fault_handlers()
+        sandbox.restore_fault_handlers()
         os.kill(os.getpid(), signal.SIGSEGV)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
@@ -74,7 +74,7 @@ def test_all_sockets_except_the_kept_one_are_closed():
     other, far_end = socket.socketpair()
 
     def check() -> bool:
-        confinement.drop_sockets(keep={kept.fileno()})
+        sandbox.drop_sockets(keep=kept.fileno())
         kept.send(b"still here")
         try:
             other.send(b"gone")
@@ -110,7 +110,7 @@ def second_thread(name):
 def rejection():
     """The error, empty without one: a process of pytest-xdist has threads of its own."""
     try:
-        confinement.require_one_thread()
+        forkserver_environment.require_one_thread()
     except StartupFailed as error:
         return error.message
     return ""
@@ -138,8 +138,8 @@ input()
 
 CHILD = """
 import sys, time
-from medialane.prepare import confinement
-confinement.die_with_parent(int(sys.argv[1]))
+from medialane.prepare import forkserver_environment
+forkserver_environment.die_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)  # time: a leftover of a failed test ends by itself
 """
@@ -159,7 +159,7 @@ def test_child_dies_with_its_parent():
 def test_child_of_a_dead_parent_exits_immediately():
     def check() -> bool:
         try:
-            confinement.die_with_parent(os.getppid() + 1)
+            forkserver_environment.die_with_parent(os.getppid() + 1)
         except SystemExit:
             return True
         return False

@@ -130,7 +130,7 @@ async def test_fork_server_that_nobody_takes_ends_with_its_store():
 
 
 def test_without_a_built_processor_no_process_is_forked():
-    program = "from medialane.prepare import prebuilt; prebuilt.fork_forkserver()"
+    program = "from medialane.prepare import fork_forkserver; fork_forkserver()"
     program = f"import os; {program}; print(open(f'/proc/self/task/{{os.getpid()}}/children').read())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -7,8 +7,7 @@ import subprocess
 import pytest
 
 from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, NoRange, PreparerReady, encode_frame
-from medialane.prepare.pidfd_process import PidfdProcess
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.preparer_process import PidfdProcess, PreparerLost, PreparerProcess
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from preparer_pools import make_pool, png, put, running
 
 from medialane.prepare import job_run
+from medialane.prepare.job_run import MAX_ENDED, MAX_ITEMS, QUARANTINE_S, Quarantine
 from medialane.prepare.preparer_process import PreparerProcess
-from medialane.prepare.quarantine import MAX_ENDED, MAX_ITEMS, QUARANTINE_S, Quarantine
 from medialane.types.errors import PreparerCrashed, PreparerTimeout, Unavailable
 from waiting import eventually
 

@@ -21,8 +21,7 @@ from builders import checked_arena
 from medialane.arena import Arena, ArenaConfig
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
-from medialane.prepare.process_memory import read_into
-from medialane.prepare.sandbox import Sandbox, memory_is_readable
+from medialane.prepare.sandbox import Sandbox, memory_is_readable, read_into
 from medialane.types.errors import InvalidImage, MedialaneError, MediaTooLarge, PreparationFailed, PreparerCrashed
 from waiting import eventually
 

@@ -77,9 +77,9 @@ def test_settings_of_libraries_in_the_working_directory_are_refused(tmp_path, mo
 
 
 WITHOUT_CAPABILITIES = """\
-from medialane.prepare import confinement
-confinement.drop_privileges()
-confinement.drop_capabilities()
+from medialane.prepare import sandbox
+sandbox.drop_privileges()
+sandbox.drop_capabilities()
 """
 READ = """\
 import json, os, sys

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from medialane.transfer.capabilities import LIFETIME_S, Capabilities
+from medialane.transfer.peer_server import CAPABILITY_LIFETIME_S, Capabilities
 from medialane.types.errors import HandoverFailed
 from medialane.types.feature import RemoteEntry
 from medialane.types.tensor import ArenaRange
@@ -52,7 +52,7 @@ def test_capability_of_another_incarnation_is_refused(capabilities, clock):
 
 def test_capability_expires(capabilities, clock):
     entry = capabilities.give(RANGE, "processed", "key")
-    clock.now += LIFETIME_S - 1
+    clock.now += CAPABILITY_LIFETIME_S - 1
     capabilities.check(entry)
     clock.now += 2
     with pytest.raises(HandoverFailed, match="expired"):

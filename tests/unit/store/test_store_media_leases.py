@@ -16,7 +16,7 @@ from store_world import IDLE, RPC, Client
 from builders import MIB, Clock
 from medialane.arena import Arena, ArenaConfig, Lineage, NamesArea
 from medialane.media import MediaConfig
-from medialane.media.name_records import boot_time
+from medialane.media.http_cache import boot_time
 from medialane.store import (
     Aliases,
     AskLease,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medialane.transfer.mover_health import INITIAL_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, MoverHealth
+from medialane.transfer.pulls import INITIAL_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, MoverHealth
 
 
 @pytest.fixture

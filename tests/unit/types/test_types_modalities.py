@@ -51,7 +51,7 @@ ABOUT_ONE_MODALITY = {
     "gateway/request_media.py": "the budget of images, whose header has their size",
     "gateway/store_features.py": "the budget of images",
     "media/container.py": "what video and audio files have in common",
-    "media/published_image.py": "images published for RDMA reads",
+    "media/data_url.py": "images published for RDMA reads",
     "store/encoded_store.py": "images published for RDMA reads",
     "store/items.py": "the budget of images",
     "tools/compare/client.py": "the name of an uploaded file",

@@ -32,9 +32,15 @@ from medialane.gateway.intake.skeleton import (
 )
 from medialane.gateway.references import REFERENCE_SCHEME
 from medialane.media import MediaConfig, decode_base64
-from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
+from medialane.media.data_url import (
+    MAX_URL_BYTES,
+    RDMA_TYPE,
+    check_published,
+    parse_header,
+    read_jpeg_frames,
+    split_data_url,
+)
 from medialane.media.embeds import MAX_FIELDS, read_embeds
-from medialane.media.published_image import MAX_URL_BYTES, RDMA_TYPE, check_published
 from medialane.types.errors import InvalidMediaUrl, InvalidRequest, MediaTooLarge, TooManyFrames
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MODALITIES, Alias, MediaRef, Modality

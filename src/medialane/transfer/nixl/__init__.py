@@ -4,8 +4,8 @@ NIXL runs in a process of its own beside the store (`process`), because UCX abor
 peer, and because only the end of the process stops a read for certain. `NixlMover` is the store's side.
 """
 
+from medialane.transfer.nixl.agent import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.transfer.nixl.mover import NixlMover, Published
-from medialane.transfer.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 
 __all__ = [
     "Descriptor",

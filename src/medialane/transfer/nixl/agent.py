@@ -1,13 +1,99 @@
-"""What the mover process needs of NIXL. Implemented by `nixl_agent`, and by `fake` without NIXL."""
+"""Descriptors of readable memory as NVIDIA Dynamo's `nixl_connect` exchanges them (ai-dynamo-runtime 1.6.1), and what
+the mover process needs of NIXL: implemented by `nixl_agent`, and by `medialane.testing.fake_nixl` without NIXL.
+
+The owner of the memory sends `RdmaMetadata` as JSON (`create_readable(...).metadata()` there); who receives it reads
+all descriptors in one transfer (`begin_read`), and ends it with the notification, by which the owner knows that it
+may reuse the memory.
+"""
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+import pybase64
 
-from medialane.transfer.nixl.rdma_metadata import Descriptor
+from medialane.types.errors import TransferFailed
+
+#: Of an agent with many network devices; a decompression bomb ends here.
+MAX_AGENT_METADATA_BYTES = 96 * 1024
+_MAX_DESCRIPTORS = 1024
+
+_PREFIX = "b64:"
+_DEVICE = re.compile(r"cpu|(cuda|xpu):(\d{1,4})")
+
+
+class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`size` bytes at `ptr` in the memory of an agent's process, or of the GPU `cuda:N`."""
+
+    device: str
+    ptr: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"{self.device!r} is not a device: cpu, cuda:N or xpu:N")
+        if not (0 < self.ptr < 1 << 64 and 0 < self.size < 1 << 63):
+            raise ValueError("a descriptor of no memory")
+
+    @property
+    def memory_type(self) -> Literal["DRAM", "VRAM"]:
+        """NIXL's name of the kind of memory."""
+        return "DRAM" if self.device == "cpu" else "VRAM"
+
+    @property
+    def device_id(self) -> int:
+        return int(self.device.partition(":")[2] or 0)
+
+
+class RdmaMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A readable operation. `operation_kind` is 1: the receiver reads."""
+
+    descriptors: Annotated[list[Descriptor], msgspec.Meta(min_length=1, max_length=_MAX_DESCRIPTORS)]
+    nixl_metadata: str
+    notification_key: str
+    operation_kind: int = 1
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RdmaMetadata:
+        """Decode and validate JSON. Raises TransferFailed."""
+        try:
+            metadata = msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise TransferFailed(f"invalid RDMA metadata: {error}") from error
+        if metadata.operation_kind != 1:
+            raise TransferFailed("the RDMA metadata is not of a readable operation")
+        if not metadata.notification_key:
+            raise TransferFailed("the RDMA metadata has no notification key")
+        if len({descriptor.memory_type for descriptor in metadata.descriptors}) > 1:
+            raise TransferFailed("the RDMA metadata describes memory of different kinds")
+        return metadata
+
+    def agent_metadata(self) -> bytes:
+        """Return the metadata of the NIXL agent. Raises TransferFailed."""
+        text = self.nixl_metadata
+        try:
+            packed = pybase64.b64decode(text[len(_PREFIX) :], validate=True) if text.startswith(_PREFIX) else None
+            unpacker = zlib.decompressobj()
+            agent_metadata = unpacker.decompress(
+                bytes.fromhex(text) if packed is None else packed, MAX_AGENT_METADATA_BYTES
+            )
+        except (ValueError, zlib.error) as error:
+            raise TransferFailed(f"invalid RDMA metadata: {error}") from error
+        if not unpacker.eof:
+            raise TransferFailed("the agent metadata is incomplete, or too large")
+        return agent_metadata
+
+
+def pack_agent_metadata(metadata: bytes) -> str:
+    """Return the value of `RdmaMetadata.nixl_metadata`."""
+    return _PREFIX + pybase64.b64encode(zlib.compress(metadata, 6)).decode()
 
 
 class AgentError(Exception):

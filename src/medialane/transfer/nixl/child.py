@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from blake3 import blake3
 
+from medialane.transfer.nixl.agent import Descriptor
 from medialane.transfer.nixl.messages import (
     MAX_PACKET_BYTES,
     MAX_READS,
@@ -34,7 +35,6 @@ from medialane.transfer.nixl.messages import (
     ToMover,
     decode_from_mover,
 )
-from medialane.transfer.nixl.rdma_metadata import Descriptor
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import ArenaRange
 from medialane.wire.child_channel import ChannelToChild, child_channel

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from medialane.transfer.nixl.rdma_metadata import MAX_AGENT_METADATA_BYTES, Descriptor
+from medialane.transfer.nixl.agent import MAX_AGENT_METADATA_BYTES, Descriptor
 from medialane.types.tensor import ArenaRange
 
 #: Below the kernel's default send buffer (212 992), so that a packet is always sent whole.

@@ -14,8 +14,7 @@ import nixl
 from nixl import _api as api
 from nixl import _bindings as bindings
 
-from medialane.transfer.nixl.agent import AgentError, Segment
-from medialane.transfer.nixl.rdma_metadata import Descriptor
+from medialane.transfer.nixl.agent import AgentError, Descriptor, Segment
 
 _PROGRESS_INTERVAL_US = 10_000
 

@@ -30,7 +30,7 @@ from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
 from medialane.arena.layout import is_header
 from medialane.observability.logging import configure_child
 from medialane.runtime.linux import set_title, signal_on_parent_death
-from medialane.transfer.nixl.agent import Agent, AgentError, Segment, Transfer
+from medialane.transfer.nixl.agent import Agent, AgentError, Descriptor, Segment, Transfer
 from medialane.transfer.nixl.messages import (
     MAX_PACKET_BYTES,
     MAX_READS,
@@ -49,7 +49,6 @@ from medialane.transfer.nixl.messages import (
     ToMover,
     decode_to_mover,
 )
-from medialane.transfer.nixl.rdma_metadata import Descriptor
 from medialane.types.errors import HandoverFailed
 from medialane.wire.child_channel import receive, send
 

@@ -5,7 +5,7 @@ import zlib
 import pytest
 
 from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
-from medialane.transfer.nixl.rdma_metadata import MAX_AGENT_METADATA_BYTES
+from medialane.transfer.nixl.agent import MAX_AGENT_METADATA_BYTES
 from medialane.types.errors import TransferFailed
 
 VALID = {
