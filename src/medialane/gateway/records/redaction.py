@@ -21,7 +21,7 @@ import msgspec
 from blake3 import blake3
 
 from medialane.gateway.references import REFERENCE_SCHEME
-from medialane.types.media import MediaSize, Modality
+from medialane.types.media import Modality
 
 #: Languages that do not separate words have long ones.
 _WORD = re.compile(r"\w{1,12}")
@@ -151,10 +151,6 @@ class StandIn(msgspec.Struct, frozen=True):
     num_frames: int = 0
     num_samples: int = 0
     num_bytes: int = 0
-
-    @classmethod
-    def of(cls, modality: Modality, key: str, size: MediaSize, num_bytes: int) -> StandIn:
-        return cls(modality, key, size.width, size.height, size.num_frames, size.num_samples, num_bytes)
 
     @property
     def url(self) -> str:
