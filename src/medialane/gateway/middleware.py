@@ -31,7 +31,7 @@ from medialane.gateway.http.responses import (
 )
 from medialane.gateway.intake import (
     WITHOUT_BODY,
-    Body,
+    BodyBuffer,
     BodyMemory,
     BoundedReceive,
     BudgetCharge,
@@ -261,7 +261,7 @@ class IntakeMiddleware:
     ) -> bytes | None:
         """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
         request = current_scope()
-        body = Body(self._memory, declared)
+        body = BodyBuffer(self._memory, declared)
         with request.timeline.measure("upload"):
             is_whole = await body.read(receive, self._fairness)
         if not is_whole:

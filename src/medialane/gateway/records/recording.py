@@ -37,7 +37,7 @@ from python_multipart.exceptions import FormParserError
 from medialane.gateway.config import RecordingConfig
 from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.records.record import RequestRecord
-from medialane.gateway.records.redaction import Redaction, StandIn, with_media, without_secrets
+from medialane.gateway.records.redaction import MediaStandIn, Redaction, with_media, without_secrets
 from medialane.gateway.records.view import RequestView, request_view
 from medialane.gateway.references import References
 from medialane.types.errors import StartupFailed
@@ -379,14 +379,14 @@ class RecordedBody:
                 time.sleep(0)
         yield skeleton[at:]
 
-    def _stand_in(self, ref: MediaRef) -> StandIn:
+    def _stand_in(self, ref: MediaRef) -> MediaStandIn:
         item = self._request.record.items.get(ref.param)
         content = item.mm_hash if item is not None else ""
         if not content:
             content = blake3(ref.data).hexdigest() if ref.data is not None else f"{ref.url}"
         size, num_bytes = (MediaSize(), len(ref.data or b"")) if item is None else (item.size, item.num_bytes)
         key = self._redaction.name(content)
-        return StandIn(ref.modality, key, size.width, size.height, size.num_frames, size.num_samples, num_bytes)
+        return MediaStandIn(ref.modality, key, size.width, size.height, size.num_frames, size.num_samples, num_bytes)
 
 
 def _is_public(url: str) -> bool:

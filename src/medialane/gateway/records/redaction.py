@@ -140,7 +140,7 @@ _MEMBERS = ("width", "height", "num_frames", "num_samples", "num_bytes")
 _MOST = 1 << 30
 
 
-class StandIn(msgspec.Struct, frozen=True):
+class MediaStandIn(msgspec.Struct, frozen=True):
     """Media of this key and size; 0 is unknown. `num_samples` are of audio at 16 kHz, `num_bytes` is the size of the
     file."""
 
@@ -172,7 +172,7 @@ def with_media(value: Any, other: Callable[[str, bool], str], name: str = "") ->
             return value
 
 
-def parse_stand_in(url: str) -> StandIn | None:
+def parse_stand_in(url: str) -> MediaStandIn | None:
     """Return the stand-in of a recorded URL, None for any other string. Raises ValueError."""
     if not url.startswith(SAMPLE_SCHEME):
         return None
@@ -182,4 +182,4 @@ def parse_stand_in(url: str) -> StandIn | None:
     sizes = {name: int(value) for name, value in parse_qsl(match[3] or "") if name in _MEMBERS}
     if any(not 0 <= value <= _MOST for value in sizes.values()):
         raise ValueError(f"{url[:100]} has no usable size")
-    return msgspec.convert({"modality": match[1], "key": match[2], **sizes}, StandIn)
+    return msgspec.convert({"modality": match[1], "key": match[2], **sizes}, MediaStandIn)
