@@ -16,7 +16,7 @@ from starlette.routing import WebSocketRoute
 from vllm.tasks import POOLING_TASKS
 
 from medialane.gateway import AccessKeys, GatewayConfig, ScopeMiddleware
-from medialane.gateway.http import Kind, kind_of
+from medialane.gateway.http import RouteKind, kind_of
 from medialane.observability import Metrics
 from medialane.vllm_bridge.frontend.app import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built
@@ -94,10 +94,10 @@ async def statuses(client, routes, headers):
 async def test_every_route_of_vllm_is_known(app):
     """A route that an upgrade of vLLM adds fails here, until somebody has decided whom it is for."""
     paths = {route.path for route in app.routes}
-    assert {path for path in paths if kind_of(path) is Kind.CLIENT} == CLIENT & paths
-    assert {path for path in paths if kind_of(path) is Kind.OPEN} == OPEN
-    assert {path for path in paths if kind_of(path) is Kind.METRICS} == {"/metrics"}
-    assert {path for path in paths if kind_of(path) is Kind.ADMIN} == UNSUPPORTED.keys() & paths | {
+    assert {path for path in paths if kind_of(path) is RouteKind.CLIENT} == CLIENT & paths
+    assert {path for path in paths if kind_of(path) is RouteKind.OPEN} == OPEN
+    assert {path for path in paths if kind_of(path) is RouteKind.METRICS} == {"/metrics"}
+    assert {path for path in paths if kind_of(path) is RouteKind.ADMIN} == UNSUPPORTED.keys() & paths | {
         "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/{adapter_name}", "/server_info",
         "/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/pause", "/resume", "/is_paused",
         "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/start_profile", "/stop_profile",
@@ -132,7 +132,7 @@ async def test_every_route_of_the_gateways_app_is_closed_without_a_key(server):
 async def test_api_key_opens_what_is_for_clients(app, client):
     found = await statuses(client, every(app), KEY)
     refused = {path for (_, path), status in found.items() if status in (401, 403)}
-    assert refused == {path for _, path in found if kind_of(path) in (Kind.ADMIN, Kind.METRICS)}
+    assert refused == {path for _, path in found if kind_of(path) in (RouteKind.ADMIN, RouteKind.METRICS)}
     response = await client.post("/sleep", headers=KEY)
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["type"]) == (403, "permission_denied", "permission_error")

@@ -10,7 +10,7 @@ import pytest
 from contrast import CONTRASTS, LEAST_CONTRAST
 from sample_gateway import SampleGateway, SampleServer, Scene
 
-from medialane.gateway.operators import State
+from medialane.gateway.operators import ServerState
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,7 +77,7 @@ async def test_one_page_shows_all_models(tab, screenshots):
 
 async def test_what_is_made_up_has_the_form_of_a_state():
     made_up = json.loads(json.dumps(SampleGateway(SCENES["failing"]).state(time.time())))
-    assert fields(made_up) == fields(msgspec.to_builtins(msgspec.convert(made_up, State)))
+    assert fields(made_up) == fields(msgspec.to_builtins(msgspec.convert(made_up, ServerState)))
 
 
 def fields(value, at=""):

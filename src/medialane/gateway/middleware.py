@@ -32,7 +32,7 @@ from medialane.gateway.http.responses import (
 )
 from medialane.gateway.intake import (
     WITHOUT_BODY,
-    Body,
+    BodyBuffer,
     BodyMemory,
     BoundedReceive,
     BudgetCharge,
@@ -274,7 +274,7 @@ class IntakeMiddleware:
         queues = None if request.passes_by else self._queues
         if queues is not None:
             queues.arrive(request, num_bytes=declared)
-        body = Body(self._memory, declared)
+        body = BodyBuffer(self._memory, declared)
         with request.timeline.measure("upload"):
             is_whole = await body.read(receive, self._fairness)
         if not is_whole:

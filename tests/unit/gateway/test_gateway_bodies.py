@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from medialane.gateway import GatewayConfig
-from medialane.gateway.intake import Body, BodyMemory, BoundedReceive, BudgetCharge
+from medialane.gateway.intake import BodyBuffer, BodyMemory, BoundedReceive, BudgetCharge
 from medialane.runtime.loop_fairness import SMALL_BYTES, LoopFairness
 from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from waiting import eventually
@@ -36,13 +36,13 @@ def fairness():
 @pytest.mark.parametrize("declared", [0, 10, 300_000, 3_000_000])
 async def test_body_is_read_completely_whatever_its_content_length(fairness, declared):
     pieces = [bytes([n]) * 100_000 for n in range(30)]
-    body = Body(MEMORY, declared)
+    body = BodyBuffer(MEMORY, declared)
     assert await body.read(sender(*pieces), fairness)
     assert body.buffer[: body.size] == b"".join(pieces)
 
 
 async def test_client_disconnect_is_reported(fairness):
-    assert not await Body(MEMORY, 100).read(sender(b"abc", leaves=True), fairness)
+    assert not await BodyBuffer(MEMORY, 100).read(sender(b"abc", leaves=True), fairness)
 
 
 async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(fairness):
@@ -50,7 +50,7 @@ async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(
     ended = []
 
     async def read():
-        await Body(MEMORY, 0).read(sender(b"x" * (SMALL_BYTES // 2)), fairness)
+        await BodyBuffer(MEMORY, 0).read(sender(b"x" * (SMALL_BYTES // 2)), fairness)
         ended.append(ticks)
 
     ticks, reading = 0, asyncio.gather(*(read() for _ in range(20)))
@@ -61,7 +61,7 @@ async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(
 
 
 async def test_body_of_declared_length_is_never_reallocated(fairness):
-    body = Body(MEMORY, 1_000_000)
+    body = BodyBuffer(MEMORY, 1_000_000)
     first = body.buffer
     assert await body.read(sender(*[b"x" * 100_000] * 10), fairness)
     assert body.buffer is first

@@ -36,7 +36,7 @@ from medialane.gateway import (
     no_others,
 )
 from medialane.gateway.http import MAX_STREAMS, SESSION_S, Sessions, error_form, is_from_this_machine, send_error
-from medialane.gateway.operators import GatewayView, Limits, RequestList, State, own_part, whole_state
+from medialane.gateway.operators import GatewayView, Limits, RequestList, ServerState, own_part, whole_state
 from medialane.observability import Metrics
 from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
@@ -483,5 +483,5 @@ def test_documentation_has_each_field():
     documents = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
     state, listed, request = documents
     state["live"]["listed"], listed["requests"] = [request], [request]
-    for document, kind in ((state, State), (listed, RequestList), (request, RequestView)):
+    for document, kind in ((state, ServerState), (listed, RequestList), (request, RequestView)):
         assert json.loads(msgspec.json.encode(msgspec.convert(document, kind))) == document

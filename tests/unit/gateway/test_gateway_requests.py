@@ -8,9 +8,9 @@ import pytest
 from medialane.gateway import ShmTransport, TransferPath
 from medialane.gateway.http import usable_id
 from medialane.gateway.records import (
-    Rates,
     RecentRequests,
     RequestFilter,
+    RequestRates,
     RequestRecord,
     Sent,
     Waits,
@@ -223,7 +223,7 @@ def test_failed_requests_are_kept_longer_than_others():
 
 def test_rates_of_gateways_add_up():
     now = 1_000_000.0
-    one, other = Rates(lambda: now), Rates(lambda: now)
+    one, other = RequestRates(lambda: now), RequestRates(lambda: now)
     for rates in (one, one, other):
         request = good()
         request.generated_tokens = 7
@@ -239,7 +239,7 @@ def test_rates_of_gateways_add_up():
 
 def test_steps_older_than_a_quarter_of_an_hour_are_forgotten():
     now = 1_000_000.0
-    rates = Rates(lambda: now)
+    rates = RequestRates(lambda: now)
     rates.add(ended(RecentRequests(), good()))
     now += 901
     assert rates.steps() == []

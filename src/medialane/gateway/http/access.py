@@ -111,7 +111,7 @@ _PAGE_DENIED = PermissionDenied(
 )
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     OPEN = auto()
     METRICS = auto()
     CLIENT = auto()
@@ -121,20 +121,20 @@ class Kind(Enum):
 
 
 #: Where no page of another site may ask without a key.
-_GUARDED = frozenset({Kind.OPERATOR, Kind.LOGIN, Kind.ADMIN})
+_GUARDED = frozenset({RouteKind.OPERATOR, RouteKind.LOGIN, RouteKind.ADMIN})
 
 
-def kind_of(route: str | None) -> Kind:
+def kind_of(route: str | None) -> RouteKind:
     """Return the kind of a route, given by its path."""
     if route is None or route in CLIENT or (route.startswith(CLIENT_PREFIXES) and route not in ADMIN):
-        return Kind.CLIENT
+        return RouteKind.CLIENT
     if route in OPEN or route in OPEN_PAGE:
-        return Kind.OPEN
+        return RouteKind.OPEN
     if route in OPERATOR:
-        return Kind.OPERATOR
+        return RouteKind.OPERATOR
     if route in LOGIN:
-        return Kind.LOGIN
-    return Kind.METRICS if route == METRICS_PATH else Kind.ADMIN
+        return RouteKind.LOGIN
+    return RouteKind.METRICS if route == METRICS_PATH else RouteKind.ADMIN
 
 
 def _digest(key: bytes) -> bytes:
@@ -190,32 +190,32 @@ class AccessKeys:
         given["--metrics-key-file"] = config.metrics_key_file
         return use, [flag for flag, path in given.items() if path]
 
-    def is_open(self, kind: Kind) -> bool:
+    def is_open(self, kind: RouteKind) -> bool:
         """Return whether a route of this kind needs no key."""
         match kind:
-            case Kind.OPEN | Kind.LOGIN:
+            case RouteKind.OPEN | RouteKind.LOGIN:
                 return True
-            case Kind.OPERATOR:
+            case RouteKind.OPERATOR:
                 return False
-            case Kind.METRICS:
+            case RouteKind.METRICS:
                 return not self.metrics
-            case Kind.CLIENT:
+            case RouteKind.CLIENT:
                 return not self.api and self.tenants is None
-            case Kind.ADMIN:
+            case RouteKind.ADMIN:
                 return not (self.admin or self.api) and self.tenants is None
 
-    def accepts(self, kind: Kind, given: bytes) -> bool:
+    def accepts(self, kind: RouteKind, given: bytes) -> bool:
         """Return whether the key with this digest is sufficient for a route of this kind that needs one."""
         match kind:
-            case Kind.OPEN | Kind.LOGIN:
+            case RouteKind.OPEN | RouteKind.LOGIN:
                 return True
-            case Kind.OPERATOR:
+            case RouteKind.OPERATOR:
                 return _is_among(given, self.admin)
-            case Kind.METRICS:
+            case RouteKind.METRICS:
                 return _is_among(given, (*self.metrics, *self.admin))
-            case Kind.CLIENT:
+            case RouteKind.CLIENT:
                 return self.tenant(given) is not None or _is_among(given, (*self.api, *self.admin))
-            case Kind.ADMIN:
+            case RouteKind.ADMIN:
                 return _is_among(given, self.admin or self.api)
 
     @property
@@ -225,7 +225,7 @@ class AccessKeys:
     def session(self, key: str, scope: Scope) -> str | None:
         """Return the header that begins a session by the admin key; None if this is another one."""
         given = _digest(key.encode())
-        return self.sessions.cookie(given, scope) if self.accepts(Kind.OPERATOR, given) else None
+        return self.sessions.cookie(given, scope) if self.accepts(RouteKind.OPERATOR, given) else None
 
     def admits_operator(self, scope: Scope) -> bool:
         """Return whether a request without an admin key may read what operators see."""
@@ -303,42 +303,42 @@ class AccessMiddleware:
         given = given_key(scope)
         if scope["type"] == "http":
             current_scope().record.path = route or ""
-            current_scope().has_own_cache = not (self._keys.shares_cache or self._keys.is_open(Kind.CLIENT))
+            current_scope().has_own_cache = not (self._keys.shares_cache or self._keys.is_open(RouteKind.CLIENT))
         if (refuse := self._refusal(kind, given, scope, route)) is not None:
             if scope["type"] == "http":
                 current_scope().is_refused = True
             return await refuse(responding(scope, send))
-        if kind is Kind.LOGIN:
+        if kind is RouteKind.LOGIN:
             current_scope().max_body_bytes = MAX_LOGIN_BYTES
         elif kind is Kind.CLIENT and scope["type"] == "http":
             current_scope().passes_by = False
         scope = _without(scope, _COOKIE)
-        if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
+        if scope["type"] == "http" and (route is None or kind in {RouteKind.OPEN, RouteKind.METRICS}):
             scope, receive = _without(scope, *_BODY_HEADERS), replay(b"", receive)
-        elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
+        elif kind is RouteKind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
             return await self._serve(tenant, scope, receive, send, is_counted=route == FEATURE_PATH)
         return await self._app(scope, receive, send)
 
     def _refusal(
-        self, kind: Kind, given: bytes, scope: Scope, route: str | None
+        self, kind: RouteKind, given: bytes, scope: Scope, route: str | None
     ) -> Callable[[Send], Awaitable[None]] | None:
         """Return what answers a request that may not reach the app; None for one that may."""
         error: MedialaneError | None = None
         if not self._admits(kind, given, scope, route):
-            is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
+            is_hopeless = kind is RouteKind.OPERATOR and not self._keys.admin
             if not (is_hopeless or self._keys.is_client(given)):
                 return send_unauthorized
             error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
-        elif scope["type"] == "http" and (kind is Kind.LOGIN or not self._keys.accepts(kind, given)):
+        elif scope["type"] == "http" and (kind is RouteKind.LOGIN or not self._keys.accepts(kind, given)):
             error = _refusal_of_page(scope) if kind in _GUARDED else None
         return None if error is None else partial(send_error, error=error, form=error_form(scope))
 
-    def _admits(self, kind: Kind, given: bytes, scope: Scope, route: str | None) -> bool:
+    def _admits(self, kind: RouteKind, given: bytes, scope: Scope, route: str | None) -> bool:
         return (
             self._keys.is_open(kind)
             or _is_answered_by_cors(scope, route)
             or self._keys.accepts(kind, given)
-            or (kind is Kind.OPERATOR and self._keys.admits_operator(scope))
+            or (kind is RouteKind.OPERATOR and self._keys.admits_operator(scope))
         )
 
     async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send, *, is_counted: bool) -> None:
@@ -401,8 +401,8 @@ def _is_among(given: bytes, keys: Sequence[bytes]) -> bool:
     return sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
-def _denied(kind: Kind) -> PermissionDenied:
-    needed = "metrics key (or the admin key)" if kind is Kind.METRICS else "admin key"
+def _denied(kind: RouteKind) -> PermissionDenied:
+    needed = "metrics key (or the admin key)" if kind is RouteKind.METRICS else "admin key"
     return PermissionDenied(f"the API key is not sufficient for this path: it needs the {needed} of this server")
 
 

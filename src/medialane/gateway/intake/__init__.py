@@ -27,7 +27,7 @@ Before all that, a body is read within its limits (`bodies`).
 
 from medialane.gateway.intake.bodies import (
     WITHOUT_BODY,
-    Body,
+    BodyBuffer,
     BodyMemory,
     BoundedReceive,
     BudgetCharge,
@@ -42,7 +42,7 @@ from medialane.gateway.intake.skeleton import Buffer
 
 __all__ = [
     "WITHOUT_BODY",
-    "Body",
+    "BodyBuffer",
     "BodyMemory",
     "BoundedReceive",
     "BudgetCharge",

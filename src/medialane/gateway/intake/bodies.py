@@ -214,7 +214,7 @@ class BoundedReceive:
             self._waited_s += loop.time() - started
 
 
-class Body:
+class BodyBuffer:
     """A received body: the first `size` bytes of `buffer`, until `release`.
 
     A buffer that is not released is freed with its last reference, which may be held by a thread after a cancellation.

@@ -189,7 +189,7 @@ class _Base64Object(msgspec.Struct, forbid_unknown_fields=True):
     format: msgspec.Raw = ABSENT
 
 
-class _Source(msgspec.Struct, forbid_unknown_fields=True):
+class _ImageSource(msgspec.Struct, forbid_unknown_fields=True):
     """The source of an Anthropic image: a URL or base64 data. vLLM has no files (`file_id`)."""
 
     type: msgspec.Raw = ABSENT
@@ -202,7 +202,7 @@ class _Source(msgspec.Struct, forbid_unknown_fields=True):
 _URL_OBJECTS = msgspec.json.Decoder(_UrlObject)
 _CONTENT_PARTS = msgspec.json.Decoder(_ContentPart)
 _BASE64_OBJECTS = msgspec.json.Decoder(_Base64Object)
-_SOURCES = msgspec.json.Decoder(_Source)
+_SOURCES = msgspec.json.Decoder(_ImageSource)
 
 
 class _PartKind(NamedTuple):

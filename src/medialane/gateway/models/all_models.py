@@ -20,7 +20,7 @@ from medialane.gateway.http.asgi import NO_STORE, StateStreams, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.middleware import Scope, Send
-from medialane.gateway.models.served_models import Headers, Model, Request, ServedModels
+from medialane.gateway.models.served_models import GatewayRequest, Headers, Model, ServedModels
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable
 
@@ -183,10 +183,12 @@ class OfAllModels:
 
     async def _ask_all(self, target: str, headers: Headers) -> tuple[_Answer | None, ...]:
         """Return the answers in the order of the models; None of one that does not answer."""
-        request = Request("GET", target.encode("latin-1"), [each for each in headers if each[0] not in _NOT_ASKED])
+        request = GatewayRequest(
+            "GET", target.encode("latin-1"), [each for each in headers if each[0] not in _NOT_ASKED]
+        )
         return await gather_or_cancel([self._ask(model, request) for model in self._models])
 
-    async def _ask(self, model: Model, request: Request) -> _Answer | None:
+    async def _ask(self, model: Model, request: GatewayRequest) -> _Answer | None:
         body = bytearray()
         try:
             async with model.gateways.opened(request, total_s=_TIMEOUT_S) as response:

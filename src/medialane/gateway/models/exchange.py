@@ -19,7 +19,7 @@ from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.model_name import ModelSearch, search_of
-from medialane.gateway.models.served_models import Headers, Model, Request, end_to_end
+from medialane.gateway.models.served_models import GatewayRequest, Headers, Model, end_to_end
 from medialane.runtime.tasks import first_of
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneError, ModelUnavailable
 
@@ -90,7 +90,7 @@ class Exchange:
         if self.has_body and self._body is None:
             self._body = self._open_body(memory, config, _NO_LIMIT)
         body = self._body
-        request = Request(
+        request = GatewayRequest(
             self.method,
             self.target(named=named),
             self.headers(),
@@ -124,7 +124,7 @@ class _Relay:
         self._send = send
         self._has_started = False
 
-    async def run(self, request: Request) -> None:
+    async def run(self, request: GatewayRequest) -> None:
         """Raises ModelUnavailable, aiohttp.ClientError."""
         async with self._model.gateways.opened(request) as response:
             headers = end_to_end(response.raw_headers)

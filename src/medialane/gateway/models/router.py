@@ -22,7 +22,7 @@ from medialane.gateway.http.access import (
     LOGOUT_PATH,
     PAGE_PATH,
     AccessKeys,
-    Kind,
+    RouteKind,
     given_key,
     responding,
     send_unauthorized,
@@ -130,8 +130,8 @@ class NameRouter:
 
     def _may_send(self, exchange: Exchange) -> bool:
         """Return whether the caller has a key that some path needs."""
-        given, kinds = given_key(exchange.scope), (Kind.CLIENT, Kind.ADMIN)
-        return self._keys.is_open(Kind.CLIENT) or any(self._keys.accepts(kind, given) for kind in kinds)
+        given, kinds = given_key(exchange.scope), (RouteKind.CLIENT, RouteKind.ADMIN)
+        return self._keys.is_open(RouteKind.CLIENT) or any(self._keys.accepts(kind, given) for kind in kinds)
 
 
 def _identified(exchange: Exchange) -> Headers:

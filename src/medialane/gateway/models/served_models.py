@@ -39,7 +39,7 @@ _READ_AHEAD_BYTES = 1 << 18
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class Request(NamedTuple):
+class GatewayRequest(NamedTuple):
     """What is sent: `target` is path and query, `headers` are not changed; `body` is None if there is none."""
 
     method: str
@@ -49,7 +49,7 @@ class Request(NamedTuple):
     expects_continue: bool = False
 
 
-class Gateways:
+class ModelGateways:
     """The gateways of one model: a request goes to the one that has the fewest."""
 
     def __init__(self, sockets: Sequence[str]) -> None:
@@ -58,7 +58,9 @@ class Gateways:
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     @asynccontextmanager
-    async def opened(self, request: Request, *, total_s: float | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def opened(
+        self, request: GatewayRequest, *, total_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request; yield the response, whose body has not been read. Raises ModelUnavailable if no gateway
         accepts a connection, aiohttp.ClientError if one fails later, TimeoutError after `total_s`."""
         for path in sorted(self._sockets, key=self._in_flight.__getitem__):
@@ -73,7 +75,7 @@ class Gateways:
                 self._in_flight[path] -= 1
         raise ModelUnavailable("the model is starting, or its gateways do not run")
 
-    def _sent(self, path: str, request: Request, total_s: float | None) -> Any:
+    def _sent(self, path: str, request: GatewayRequest, total_s: float | None) -> Any:
         return self._session(path).request(
             request.method,
             URL("http://gateway" + request.target.decode("ascii"), encoded=True),  # the server parses no other bytes
@@ -147,7 +149,7 @@ class Model:
         self.label = served.label
         self.names = served.names
         self.adapters = served.adapters
-        self.gateways = Gateways(served.sockets)
+        self.gateways = ModelGateways(served.sockets)
 
 
 class ServedModels:

@@ -5,7 +5,7 @@
 
 from medialane.gateway.operators.endpoints import OperatorEndpoints, RequestList
 from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, own_part
-from medialane.gateway.operators.state import HostView, State, StoreView, whole_state, worker_host
+from medialane.gateway.operators.state import HostView, ServerState, StoreView, whole_state, worker_host
 
 __all__ = [
     "GatewayPart",
@@ -14,7 +14,7 @@ __all__ = [
     "Limits",
     "OperatorEndpoints",
     "RequestList",
-    "State",
+    "ServerState",
     "StoreView",
     "own_part",
     "whole_state",

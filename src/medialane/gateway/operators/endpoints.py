@@ -45,7 +45,7 @@ from medialane.gateway.http.asgi import (
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, no_others
 from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, newest_decisions, own_part
-from medialane.gateway.operators.state import State, store_view, whole_state
+from medialane.gateway.operators.state import ServerState, store_view, whole_state
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.routing import Router
@@ -240,7 +240,7 @@ class OperatorEndpoints:
         )
         return await own_part(own, self._recent, self._workers, limits)
 
-    async def _state(self, parts: Mapping[str, GatewayPart | None], limits: Limits) -> State:
+    async def _state(self, parts: Mapping[str, GatewayPart | None], limits: Limits) -> ServerState:
         return await whole_state(
             parts,
             limits,

@@ -15,11 +15,11 @@ import msgspec
 
 from medialane.gateway.records import (
     ItemRecord,
+    RateStep,
     RecentRequests,
     RequestFilter,
     RequestRecord,
     RequestView,
-    Step,
     Waits,
     request_view,
     routing_report,
@@ -37,7 +37,7 @@ _PIECES = 200
 _MAX_TENANTS = 8
 
 
-class Group(msgspec.Struct):
+class RequestGroup(msgspec.Struct):
     """Requests that have something in common: a worker, a tenant, the origin of an item. `waits` are what they waited
     for it, `oldest_ms` is the longest wait that has not ended, `prepare_s` what decoding and processing the new items
     took. `tenants` are some of those with items of an origin."""
@@ -55,7 +55,7 @@ class Group(msgspec.Struct):
     def waiting(self, ms: float) -> None:
         self.oldest_ms = max(self.oldest_ms, ms)
 
-    def add(self, other: Group) -> None:
+    def add(self, other: RequestGroup) -> None:
         self.requests += other.requests
         self.failed += other.failed
         self.live += other.live
@@ -125,15 +125,15 @@ class GatewayPart(msgspec.Struct):
     gateway: GatewayView
     stages: dict[str, StageView]
     live: list[RequestView]
-    steps: list[Step]
+    steps: list[RateStep]
     items: dict[str, int]
     embeddings: dict[str, int]
     prompt_tokens: int
     cached_tokens: int
     workers: dict[str, WorkerPart]
-    by_worker: dict[str, Group]
-    by_tenant: dict[str, Group]
-    by_origin: dict[str, Group]
+    by_worker: dict[str, RequestGroup]
+    by_tenant: dict[str, RequestGroup]
+    by_origin: dict[str, RequestGroup]
     errors: dict[str, ErrorGroup]
     decisions: list[dict[str, object]]
 
@@ -198,9 +198,9 @@ class _Sums:
         self.items: Counter[str] = Counter()
         self.embeddings: Counter[str] = Counter()
         self.prompt_tokens = self.cached_tokens = 0
-        self.workers: dict[str, Group] = {}
-        self.tenants: dict[str, Group] = {}
-        self.origins: dict[str, Group] = {}
+        self.workers: dict[str, RequestGroup] = {}
+        self.tenants: dict[str, RequestGroup] = {}
+        self.origins: dict[str, RequestGroup] = {}
 
     def add_live(self, record: RequestRecord) -> None:
         stage = record.stage or "answer"
@@ -265,14 +265,14 @@ async def let_others_run(number: int) -> None:
         await asyncio.sleep(0)
 
 
-def _group(groups: dict[str, Group], name: str) -> Group | None:
+def _group(groups: dict[str, RequestGroup], name: str) -> RequestGroup | None:
     """Return the group of this name; None for no name, or if there are too many."""
     if not name or (name not in groups and len(groups) >= MAX_GROUPS):
         return groups.get(name)
-    return groups.setdefault(name, Group())
+    return groups.setdefault(name, RequestGroup())
 
 
-def _errors(steps: Iterable[Step], failed: Iterable[RequestRecord]) -> dict[str, ErrorGroup]:
+def _errors(steps: Iterable[RateStep], failed: Iterable[RequestRecord]) -> dict[str, ErrorGroup]:
     """Return how often each code was counted, with its last request that is kept; `failed` are the newest first."""
     numbers: Counter[str] = Counter()
     for step in steps:

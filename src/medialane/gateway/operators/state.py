@@ -17,8 +17,8 @@ from medialane.gateway.operators.part import (
     ErrorGroup,
     GatewayPart,
     GatewayView,
-    Group,
     Limits,
+    RequestGroup,
     StageView,
     let_others_run,
 )
@@ -50,7 +50,7 @@ class HostView(msgspec.Struct, frozen=True):
     store: str
 
 
-class ArenaView(msgspec.Struct, frozen=True):
+class StoreArenaView(msgspec.Struct, frozen=True):
     size_bytes: int
     free_bytes: int
     held_bytes: int
@@ -80,7 +80,7 @@ class KeptView(msgspec.Struct, frozen=True):
 class StoreView(msgspec.Struct, frozen=True):
     state: Literal["ready", "starting", "lost"]
     problem: str | None
-    arena: ArenaView | None = None
+    arena: StoreArenaView | None = None
     preparers: PreparersView | None = None
     kept: KeptView | None = None
     copied: Mapping[str, int] = {}
@@ -151,7 +151,7 @@ class GroupView(msgspec.Struct, frozen=True):
     tenants: tuple[str, ...]
 
 
-class State(msgspec.Struct, frozen=True):
+class ServerState(msgspec.Struct, frozen=True):
     time: float
     version: str
     model: str
@@ -179,7 +179,7 @@ async def whole_state(
     encoder_caches: Mapping[str, tuple[int, int]],
     store: StoreView | None,
     now: float | None = None,
-) -> State:
+) -> ServerState:
     """Return the state of the server. `parts` are of all gateways of the port, None for one that is down. The
     gateway that is asked sees the rest itself: `endpoints` are its workers, `encoder_caches` how many embeddings each
     has and how many fit, `store` is the one of its host."""
@@ -189,10 +189,10 @@ async def whole_state(
     await asyncio.sleep(0)
     views = []
     for number, endpoint in enumerate(endpoints, 1):
-        views.append(_worker(endpoint, encoder_caches, known, by_worker.get(endpoint.worker_id, Group())))
+        views.append(_worker(endpoint, encoder_caches, known, by_worker.get(endpoint.worker_id, RequestGroup())))
         await let_others_run(number)
     await asyncio.sleep(0)
-    return State(
+    return ServerState(
         time=round(now, 3),
         version=medialane.__version__,
         model=model,
@@ -237,7 +237,7 @@ def store_view(store: StoreLink) -> StoreView:
     return StoreView(
         "ready" if status.has_started else "starting",
         status.problem,
-        ArenaView(
+        StoreArenaView(
             arena.size_bytes,
             arena.free_bytes,
             arena.pinned_bytes,
@@ -271,7 +271,7 @@ def worker_host(name: str) -> str:
 
 
 def _worker(
-    endpoint: Endpoint, encoder_caches: Mapping[str, tuple[int, int]], parts: Sequence[GatewayPart], group: Group
+    endpoint: Endpoint, encoder_caches: Mapping[str, tuple[int, int]], parts: Sequence[GatewayPart], group: RequestGroup
 ) -> WorkerView:
     name, card, ranks = endpoint.worker_id, endpoint.card, endpoint.num_ranks
     at = {part.gateway.index: part.workers[name] for part in parts if name in part.workers}
@@ -356,7 +356,7 @@ def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
     return sorted(groups.values(), key=lambda group: -group.num)
 
 
-def _groups(of_parts: Iterable[Mapping[str, Group]]) -> list[GroupView]:
+def _groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> list[GroupView]:
     summed = _sum_groups(of_parts)
     first = sorted(summed.items(), key=lambda each: (-(each[1].requests + each[1].new), -each[1].live, each[0]))
     return [
@@ -377,11 +377,11 @@ def _groups(of_parts: Iterable[Mapping[str, Group]]) -> list[GroupView]:
     ]
 
 
-def _sum_groups(of_parts: Iterable[Mapping[str, Group]]) -> dict[str, Group]:
-    summed: dict[str, Group] = {}
+def _sum_groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> dict[str, RequestGroup]:
+    summed: dict[str, RequestGroup] = {}
     for groups in of_parts:
         for name, group in groups.items():
-            summed.setdefault(name, Group()).add(group)
+            summed.setdefault(name, RequestGroup()).add(group)
     return summed
 
 

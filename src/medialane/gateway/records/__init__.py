@@ -6,10 +6,18 @@ the line of the log (`view`), the report in a response (`report`), spans (`trace
 """
 
 from medialane.gateway.records.item_record import EmbeddingOutcome, ItemRecord, embedding_outcome
-from medialane.gateway.records.recent import Rates, RecentRequests, RequestFilter, Series, Step, Waits, series
+from medialane.gateway.records.recent import (
+    RateStep,
+    RecentRequests,
+    RequestFilter,
+    RequestRates,
+    Series,
+    Waits,
+    series,
+)
 from medialane.gateway.records.record import RequestRecord, Sent
 from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
-from medialane.gateway.records.redaction import StandIn, parse_stand_in, with_media
+from medialane.gateway.records.redaction import MediaStandIn, parse_stand_in, with_media
 from medialane.gateway.records.report import ReportSender, report_schema, request_report, routing_report
 from medialane.gateway.records.trace import AttemptTrace, RequestTrace, RequestTracing
 from medialane.gateway.records.view import RequestView, log_end, request_view
@@ -20,20 +28,20 @@ __all__ = [
     "AttemptTrace",
     "EmbeddingOutcome",
     "ItemRecord",
-    "Rates",
+    "MediaStandIn",
+    "RateStep",
     "RecentRequests",
     "Recordable",
     "Recorder",
     "ReportSender",
     "RequestFilter",
+    "RequestRates",
     "RequestRecord",
     "RequestTrace",
     "RequestTracing",
     "RequestView",
     "Sent",
     "Series",
-    "StandIn",
-    "Step",
     "Waits",
     "embedding_outcome",
     "log_end",

@@ -60,8 +60,8 @@ class RequestFilter(msgspec.Struct, frozen=True):
 class RecentRequests:
     """All requests of a gateway whose clients send a body. One event loop."""
 
-    def __init__(self, rates: Rates | None = None) -> None:
-        self.rates = rates or Rates()
+    def __init__(self, rates: RequestRates | None = None) -> None:
+        self.rates = rates or RequestRates()
         self._live: dict[int, RequestRecord] = {}
         self._last: deque[RequestRecord] = deque(maxlen=SIZE)
         self._failed: deque[RequestRecord] = deque(maxlen=MARKED_SIZE)
@@ -169,7 +169,7 @@ class Waits(msgspec.Struct):
         return None
 
 
-class Step(msgspec.Struct):
+class RateStep(msgspec.Struct):
     """The requests that ended in one step. `number` counts steps since the epoch. `items` are media items:
     `items_cached` were cached, `items_shared` made once for several requests. `codes` counts failed ones by code."""
 
@@ -186,21 +186,21 @@ class Step(msgspec.Struct):
     ttft: Waits = msgspec.field(default_factory=Waits)
     codes: dict[str, int] = {}
 
-    def add(self, other: Step) -> None:
+    def add(self, other: RateStep) -> None:
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.ttft.add(other.ttft)
 
 
-_SUMS = tuple(name for name in Step.__struct_fields__ if name not in {"number", "ttft", "codes"})
+_SUMS = tuple(name for name in RateStep.__struct_fields__ if name not in {"number", "ttft", "codes"})
 
 
-class Rates:
+class RequestRates:
     """The steps of one gateway; a step without requests does not exist."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._steps: dict[int, Step] = {}  # the oldest first
+        self._steps: dict[int, RateStep] = {}  # the oldest first
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
@@ -220,17 +220,17 @@ class Rates:
         if record.error is not None:
             step.codes[record.error.code] = step.codes.get(record.error.code, 0) + 1
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[RateStep]:
         """Return the steps of the last quarter of an hour that have requests, the oldest first."""
         self._forget(int(self._clock()) // STEP_S)
         return list(self._steps.values())
 
-    def _current(self) -> Step:
+    def _current(self) -> RateStep:
         number = int(self._clock()) // STEP_S
         step = self._steps.get(number)
         if step is None:
             self._forget(number)
-            step = self._steps[number] = Step(number)
+            step = self._steps[number] = RateStep(number)
         return step
 
     def _forget(self, number: int) -> None:
@@ -247,15 +247,15 @@ class Series(msgspec.Struct, frozen=True):
     values: dict[str, list[float | None]]
 
 
-def series(steps: Iterable[Step], now: float) -> Series:
+def series(steps: Iterable[RateStep], now: float) -> Series:
     """Add up the steps of several gateways."""
     last = int(now) // STEP_S
     first = last - NUM_STEPS + 1
-    summed: dict[int, Step] = {}
+    summed: dict[int, RateStep] = {}
     for step in steps:
         if first <= step.number <= last:
-            summed.setdefault(step.number, Step(step.number)).add(step)
-    none = Step(0)
+            summed.setdefault(step.number, RateStep(step.number)).add(step)
+    none = RateStep(0)
     in_order = [summed.get(number, none) for number in range(first, last + 1)]
     values: dict[str, list[float | None]] = {name: [getattr(step, name) for step in in_order] for name in _SUMS}
     for name, share in (("ttft_p50_ms", 0.5), ("ttft_p95_ms", 0.95)):

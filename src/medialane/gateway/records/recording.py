@@ -37,7 +37,7 @@ from python_multipart.exceptions import FormParserError
 from medialane.gateway.config import RecordingConfig
 from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.records.record import RequestRecord
-from medialane.gateway.records.redaction import Redaction, StandIn, with_media, without_secrets
+from medialane.gateway.records.redaction import MediaStandIn, Redaction, with_media, without_secrets
 from medialane.gateway.records.view import RequestView, request_view
 from medialane.gateway.references import References
 from medialane.types.errors import StartupFailed
@@ -60,6 +60,15 @@ _KEY_BYTES: Final = 32
 _CLOSE_S: Final = 3.0
 #: Of one call of writev (IOV_MAX).
 _MAX_PIECES: Final = 1024
+#: Raised when a reader of older lines would misunderstand newer ones.
+RECORDING_FORMAT = 1
+#: Members by which clients tell their users apart.
+_USERS = ("user", "safety_identifier", "prompt_cache_key")
+_SALT = "cache_salt"
+#: Of a prompt without messages, whose beginning tells conversations apart.
+_PROMPT_CHARS = 256
+#: Of media that are encoded without a pause, in which the event loop waits: 0.1 ms. Divisible by 3, for base64.
+_PIECE_BYTES = 384 * 1024
 
 
 class Recorder:
@@ -200,17 +209,6 @@ def _shared_key(path: Path) -> bytes:
     return key
 
 
-#: Raised when a reader of older lines would misunderstand newer ones.
-RECORDING_FORMAT = 1
-#: Members by which clients tell their users apart.
-_USERS = ("user", "safety_identifier", "prompt_cache_key")
-_SALT = "cache_salt"
-#: Of a prompt without messages, whose beginning tells conversations apart.
-_PROMPT_CHARS = 256
-#: Of media that are encoded without a pause, in which the event loop waits: 0.1 ms. Divisible by 3, for base64.
-_PIECE_BYTES = 384 * 1024
-
-
 class RecordedItem(msgspec.Struct, frozen=True, omit_defaults=True):
     """A media item, and what the gateway did about it."""
 
@@ -238,25 +236,6 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
     media: Literal["hash", "whole"] = "hash"
     redacted: str = "none"
     format: int = RECORDING_FORMAT
-
-    @classmethod
-    def of(cls, view: RequestView, *, tenant: str | None, media: Literal["hash", "whole"], redacted: str) -> Observed:
-        return cls(
-            at=view.received_at,
-            status=view.status,
-            tenant=tenant,
-            total_ms=view.total_ms,
-            ttft_ms=view.ttft_ms,
-            prompt_tokens=view.prompt_tokens,
-            cached_tokens=view.cached_tokens,
-            generated_tokens=view.generated_tokens,
-            items=tuple(
-                RecordedItem(item.modality, item.source, item.outcome, item.embedding, item.bytes, item.tokens)
-                for item in view.items
-            ),
-            media=media,
-            redacted=redacted,
-        )
 
 
 class RecordedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -352,10 +331,25 @@ class RecordedBody:
         tenant = record.tenant
         if tenant is not None and config.redacts_tenants:
             tenant = self._redaction.name(tenant)
-        observed = Observed.of(request_view(record), tenant=tenant, media=config.media, redacted=config.redact)
         body = with_media(body, self._recorded)
+        observed = self._observed(request_view(record), tenant)
         line = RecordedLine(custom_id=record.id, url=record.path, body=body, medialane=observed)
         return msgspec.json.encode(line) + b"\n"
+
+    def _observed(self, view: RequestView, tenant: str | None) -> Observed:
+        return Observed(
+            view.received_at,
+            view.status,
+            tenant,
+            view.total_ms,
+            view.ttft_ms,
+            view.prompt_tokens,
+            view.cached_tokens,
+            view.generated_tokens,
+            msgspec.convert(view.items, tuple[RecordedItem, ...], from_attributes=True),
+            self._config.media,
+            self._config.redact,
+        )
 
     def _is_reference(self, text: str) -> bool:
         return self._request.references.number(text) is not None
@@ -385,13 +379,14 @@ class RecordedBody:
                 time.sleep(0)
         yield skeleton[at:]
 
-    def _stand_in(self, ref: MediaRef) -> StandIn:
+    def _stand_in(self, ref: MediaRef) -> MediaStandIn:
         item = self._request.record.items.get(ref.param)
         content = item.mm_hash if item is not None else ""
         if not content:
             content = blake3(ref.data).hexdigest() if ref.data is not None else f"{ref.url}"
         size, num_bytes = (MediaSize(), len(ref.data or b"")) if item is None else (item.size, item.num_bytes)
-        return StandIn.of(ref.modality, self._redaction.name(content), size, num_bytes)
+        key = self._redaction.name(content)
+        return MediaStandIn(ref.modality, key, size.width, size.height, size.num_frames, size.num_samples, num_bytes)
 
 
 def _is_public(url: str) -> bool:

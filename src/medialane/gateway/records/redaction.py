@@ -21,7 +21,7 @@ import msgspec
 from blake3 import blake3
 
 from medialane.gateway.references import REFERENCE_SCHEME
-from medialane.types.media import MediaSize, Modality
+from medialane.types.media import Modality
 
 #: Languages that do not separate words have long ones.
 _WORD = re.compile(r"\w{1,12}")
@@ -140,7 +140,7 @@ _MEMBERS = ("width", "height", "num_frames", "num_samples", "num_bytes")
 _MOST = 1 << 30
 
 
-class StandIn(msgspec.Struct, frozen=True):
+class MediaStandIn(msgspec.Struct, frozen=True):
     """Media of this key and size; 0 is unknown. `num_samples` are of audio at 16 kHz, `num_bytes` is the size of the
     file."""
 
@@ -151,10 +151,6 @@ class StandIn(msgspec.Struct, frozen=True):
     num_frames: int = 0
     num_samples: int = 0
     num_bytes: int = 0
-
-    @classmethod
-    def of(cls, modality: Modality, key: str, size: MediaSize, num_bytes: int) -> StandIn:
-        return cls(modality, key, size.width, size.height, size.num_frames, size.num_samples, num_bytes)
 
     @property
     def url(self) -> str:
@@ -176,7 +172,7 @@ def with_media(value: Any, other: Callable[[str, bool], str], name: str = "") ->
             return value
 
 
-def parse_stand_in(url: str) -> StandIn | None:
+def parse_stand_in(url: str) -> MediaStandIn | None:
     """Return the stand-in of a recorded URL, None for any other string. Raises ValueError."""
     if not url.startswith(SAMPLE_SCHEME):
         return None
@@ -186,4 +182,4 @@ def parse_stand_in(url: str) -> StandIn | None:
     sizes = {name: int(value) for name, value in parse_qsl(match[3] or "") if name in _MEMBERS}
     if any(not 0 <= value <= _MOST for value in sizes.values()):
         raise ValueError(f"{url[:100]} has no usable size")
-    return msgspec.convert({"modality": match[1], "key": match[2], **sizes}, StandIn)
+    return msgspec.convert({"modality": match[1], "key": match[2], **sizes}, MediaStandIn)

@@ -25,7 +25,7 @@ import msgspec
 from blake3 import blake3
 from pybase64 import b64encode
 
-from medialane.gateway import RECORDING_FORMAT, StandIn, parse_stand_in, with_media
+from medialane.gateway import RECORDING_FORMAT, MediaStandIn, parse_stand_in, with_media
 from medialane.runtime.private_files import write_private
 from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_video
 from medialane.types.errors import StartupFailed
@@ -188,10 +188,10 @@ class StandIns:
 
     folder: Path
 
-    def url(self, stand_in: StandIn) -> str:
+    def url(self, stand_in: MediaStandIn) -> str:
         return f"data:{_TYPES[stand_in.modality]};base64,{self.bare(stand_in)}"
 
-    def bare(self, stand_in: StandIn) -> str:
+    def bare(self, stand_in: MediaStandIn) -> str:
         """Return the media as base64. Raises OSError if they cannot be kept."""
         sizes = (stand_in.width, stand_in.height, stand_in.num_frames, stand_in.num_samples)
         path = self.folder / f"{stand_in.modality}-{stand_in.key}-{'-'.join(map(str, sizes))}"
@@ -206,7 +206,7 @@ class StandIns:
         return b64encode(data).decode()
 
 
-def _made(stand_in: StandIn) -> bytes:
+def _made(stand_in: MediaStandIn) -> bytes:
     seed = int(stand_in.key[:12], 16)
     match stand_in.modality:
         case "image":
@@ -220,7 +220,7 @@ def _made(stand_in: StandIn) -> bytes:
             return sample_audio(100 + seed % 900_000 / 1000, min(seconds, _MOST_SECONDS))
 
 
-def _size(stand_in: StandIn, default: tuple[int, int]) -> tuple[int, int]:
+def _size(stand_in: MediaStandIn, default: tuple[int, int]) -> tuple[int, int]:
     if not (stand_in.width and stand_in.height):
         return default
     width, height = min(stand_in.width, _MOST_SIDE), min(stand_in.height, _MOST_SIDE)
