@@ -55,11 +55,12 @@ docs: $(DOCS_ENV)/.filled ## the site of the documentation, in site/: links are 
 site-builder:
 	@$(MAKE) --no-print-directory $(DOCS_ENV)/.filled || echo "medialane: the site of the documentation is not tested without its builder"
 
-check: $(TESTING) ## lint, format, types, architecture
+check: $(TESTING) ## lint, format, types, architecture, sizes of the rooms
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py
+	$(BIN)/python tests/room_budgets.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
 test-all: check programs site-builder ## check, then all tests but those of `make nightly` and of GPUs (half an hour on 2 cores)

@@ -310,7 +310,7 @@ class AccessMiddleware:
             return await refuse(responding(scope, send))
         if kind is RouteKind.LOGIN:
             current_scope().max_body_bytes = MAX_LOGIN_BYTES
-        elif kind is Kind.CLIENT and scope["type"] == "http":
+        elif kind is RouteKind.CLIENT and scope["type"] == "http":
             current_scope().passes_by = False
         scope = _without(scope, _COOKIE)
         if scope["type"] == "http" and (route is None or kind in {RouteKind.OPEN, RouteKind.METRICS}):
