@@ -165,6 +165,10 @@ def test_output_without_a_tensor_is_no_pooling_output():
         to_pooling_output(delta, request_id="r", prompt_token_ids=[1])
 
 
+#: The text of each token: the bytes of one character that is in no text yet are those of the last.
+TOKENS = {7: "1", 8: "}", 9: "\ufffd", 2: "<end>"}
+
+
 def streamed(**changes):
     grammar = StructuredOutputsParams(json_object=True)
     return SamplingParams(**{"structured_outputs": grammar, "output_kind": RequestOutputKind.DELTA, **changes})
@@ -176,12 +180,20 @@ def merged_end(**changes):
 
 
 def test_end_of_an_answer_with_a_grammar_comes_after_its_text():
-    text, end = with_end_apart(merged_end(stop_reason=2), streamed())
+    text, end = with_end_apart(merged_end(stop_reason=2), streamed(), TOKENS.__getitem__)
     [before], [last] = text.completions, end.completions
     assert (text.finished, before.text, before.token_ids, before.finish_reason) == (False, "1}", [7, 8], None)
     assert (end.finished, last.text, last.token_ids, last.finish_reason) == (True, "", [2], "stop")
     assert (before.stop_reason, last.stop_reason) == (None, 2)
     assert [len(each.logprobs) for each in (before, last)] == [2, 1]
+
+
+def test_last_token_of_a_cut_answer_comes_with_its_own_text():
+    cut = merged_end(finish_reason="length", token_ids=[7, 8], logprobs=None)
+    text, end = with_end_apart(cut, streamed(), TOKENS.__getitem__)
+    [before], [last] = text.completions, end.completions
+    assert (text.finished, before.text, before.token_ids, before.finish_reason) == (False, "1", [7], None)
+    assert (end.finished, last.text, last.token_ids, last.finish_reason) == (True, "}", [8], "length")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +202,7 @@ def test_end_of_an_answer_with_a_grammar_comes_after_its_text():
         (streamed(structured_outputs=None), {}),
         (streamed(output_kind=RequestOutputKind.FINAL_ONLY), {}),
         (streamed(include_stop_str_in_output=True), {}),
-        (streamed(), {"finish_reason": "length"}),
+        (streamed(), {"finish_reason": "length", "token_ids": [7, 9]}),
         (streamed(), {"finish_reason": None}),
         (streamed(), {"stop_reason": "1"}),
         (streamed(), {"text": ""}),
@@ -199,4 +211,4 @@ def test_end_of_an_answer_with_a_grammar_comes_after_its_text():
 )
 def test_other_steps_stay_whole(params, changes):
     delta = merged_end(**changes)
-    assert list(with_end_apart(delta, params)) == [delta]
+    assert list(with_end_apart(delta, params, TOKENS.__getitem__)) == [delta]

@@ -6,7 +6,7 @@ experts, sampling masks) stay in the worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,37 +95,55 @@ def to_request_output(
     )
 
 
-def with_end_apart(delta: OutputDelta, params: SamplingParams) -> Iterable[OutputDelta]:
-    """Yield a step of a stream that follows a grammar, the token that ends it in a step of its own.
+def with_end_apart(
+    delta: OutputDelta, params: SamplingParams, text_of: Callable[[int], str]
+) -> Iterable[OutputDelta]:
+    """Yield a step of a stream that follows a grammar, its last token in a step of its own.
 
     Steps are merged where a client or a link is slower than the engine. vLLM's app appends "{}" to the arguments of a
-    forced tool whose last text and end come in one step (`Parser.finalize_generation`, 0.32.0).
+    forced tool if their text comes in the last step (`Parser.finalize_generation`, 0.32.0). `text_of` returns the text
+    of a token.
     """
     if params.structured_outputs is None or params.include_stop_str_in_output:
         return (delta,)
-    if params.output_kind is not RequestOutputKind.DELTA or not any(map(_has_text_and_end, delta.completions)):
+    if params.output_kind is not RequestOutputKind.DELTA:
         return (delta,)
-    steps = [_before_end(each) if _has_text_and_end(each) else each for each in delta.completions]
-    ends = [_end(each) for each in delta.completions if _has_text_and_end(each)]
+    steps, ends = list[CompletionDelta](), list[CompletionDelta]()
+    for completion in delta.completions:
+        tail = _last_text(completion, text_of)
+        steps.append(completion if tail is None else _before_end(completion, tail))
+        ends += [] if tail is None else [_end(completion, tail)]
+    if not ends:
+        return (delta,)
     return replace(delta, completions=steps, finished=False), replace(delta, completions=ends, prompt_logprobs=None)
 
 
-def _has_text_and_end(completion: CompletionDelta) -> bool:
-    """Whether the last of several tokens ended the text without being part of it."""
-    is_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
-    return is_token and bool(completion.text) and len(completion.token_ids) > 1
+def _last_text(completion: CompletionDelta, text_of: Callable[[int], str]) -> str | None:
+    """Return the text of the last of several tokens if it ended a text that others began: nothing if it only ends."""
+    if len(completion.token_ids) < 2 or not completion.text or isinstance(completion.stop_reason, str):
+        return None
+    if completion.finish_reason == "stop":
+        return ""
+    if completion.finish_reason != "length":
+        return None
+    tail = text_of(completion.token_ids[-1])
+    return tail if completion.text.endswith(tail) and tail != completion.text else None
 
 
-def _before_end(completion: CompletionDelta) -> CompletionDelta:
-    logprobs = completion.logprobs and completion.logprobs[:-1]
+def _before_end(completion: CompletionDelta, tail: str) -> CompletionDelta:
     return replace(
-        completion, token_ids=completion.token_ids[:-1], logprobs=logprobs, finish_reason=None, stop_reason=None
+        completion,
+        text=completion.text.removesuffix(tail),
+        token_ids=completion.token_ids[:-1],
+        logprobs=completion.logprobs and completion.logprobs[:-1],
+        finish_reason=None,
+        stop_reason=None,
     )
 
 
-def _end(completion: CompletionDelta) -> CompletionDelta:
+def _end(completion: CompletionDelta, tail: str) -> CompletionDelta:
     logprobs = completion.logprobs and completion.logprobs[-1:]
-    return replace(completion, text="", token_ids=completion.token_ids[-1:], logprobs=logprobs)
+    return replace(completion, text=tail, token_ids=completion.token_ids[-1:], logprobs=logprobs)
 
 
 def _completion(completion: CompletionOutput) -> CompletionDelta:

@@ -224,7 +224,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                         answer.prompt_token_ids = delta.prompt_token_ids
                     if delta.placed:
                         note_placed(prompt, delta.placed)
-                    for step in with_end_apart(delta, sampling_params):
+                    for step in with_end_apart(delta, sampling_params, self._text_of):
                         yield to_request_output(
                             step,
                             request_id=request_id,
@@ -250,6 +250,9 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
             return prompt
         (rendered,) = await self.renderer.render_cmpl_async([parse_model_prompt(self.model_config, prompt)])
         return rendered
+
+    def _text_of(self, token_id: int) -> str:
+        return str(self.renderer.tokenizer.decode([token_id]))
 
     def _encode(self, value: Any) -> bytes:
         try:
