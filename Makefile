@@ -153,7 +153,6 @@ packages-cpu := ./packages/medialane-cpu-torch
 # A Python of another version than one that is named, or without pip, which a failed `venv` leaves behind, is replaced.
 usable = $(BIN)/python -c 'import pip' 2>/dev/null$(if $(filter-out file,$(origin PYTHON)), && [ "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" ])
 has-venv = import sys; from importlib.util import find_spec; sys.exit(find_spec("ensurepip") is None and f"medialane: {sys.executable} has no ensurepip, which makes .venv: apt-get install python3-venv (Debian, Ubuntu)")
-comma := ,
 other-extra := $(filter-out $(SERVING) $(TESTING),$(wildcard .venv/.filled-*))
 
 # Only progress is shown; the full output is in the log, whose end is shown on failure.
@@ -161,6 +160,9 @@ install = $(BIN)/python requirements/install.py $(1) 2>&1 | tee -a $(LOG) \
   | awk '/^ *(Downloading|Using cached) / { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^(Prepared|Installing)/ { print "  " tolower($$0); fflush() } /^medialane: / { print; fflush() }'
 or_fail = || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of the output: $(LOG)"; $(if $(1),echo $(1);) exit 1; }
 locked = $(call install,--require-hashes --only-binary :all: -r $(1)) $(call or_fail)
+
+# vLLM has libraries of kernels for CPUs with and without AVX-512, and imports the one for this machine.
+cpu-kernels := from vllm.platforms import current_platform; current_platform.import_kernels(); import torch; torch.ops._C.silu_and_mul
 
 $(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
@@ -174,7 +176,7 @@ $(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell
 	@$(if $(unhashed-$(EXTRA)),$(call install,$(unhashed-$(EXTRA))) || { echo "medialane: none of pip's indexes has $(unhashed-$(EXTRA)) for $$($(BIN)/python -V): asking $(TORCH_INDEX)"; $(call install,--index-url $(TORCH_INDEX) $(unhashed-$(EXTRA))); } $(call or_fail,$(no-torch)))
 	@$(call locked,$<)
 	@$(call install,--force-reinstall --no-build-isolation -e . $(packages-$(EXTRA))) $(call or_fail)
-	@$(BIN)/python -P -c 'import torchvision, torchaudio, medialane.cli.serve$(if $(filter cpu,$(EXTRA)),$(comma) vllm._C)' >> $(LOG) 2>&1 $(call or_fail)
+	@$(BIN)/python -P -c 'import torchvision, torchaudio, medialane.cli.serve$(if $(filter cpu,$(EXTRA)),; $(cpu-kernels))' >> $(LOG) 2>&1 $(call or_fail)
 	@touch $@
 
 # Modules that every process of medialane imports are compiled before many processes import them at the same time, and the native
