@@ -81,10 +81,17 @@ def spawn(
     )
 
 
-async def ready(serve: MedialaneProcess) -> tuple[ServedProcesses, OpenAiHttp]:
+async def ready(serve: MedialaneProcess, num_workers: int) -> tuple[ServedProcesses, OpenAiHttp]:
+    """Wait until requests are answered by all workers: the first is enough for `serve` to say that it is ready."""
     await serve.answers()
     await eventually(lambda: "Ctrl-C stops it" in serve.log.read_text(), "all are ready", START_S, more=serve.tail)
-    return ServedProcesses(serve), OpenAiHttp(serve.base_url, serve.model)
+    client = OpenAiHttp(serve.base_url, serve.model)
+
+    async def has_all() -> bool:
+        return (await client.metrics()).value("medialane_worker_state", state="ready") == num_workers
+
+    await eventually(has_all, "all workers are ready", START_S, more=serve.tail)
+    return ServedProcesses(serve), client
 
 
 async def survives(

@@ -42,7 +42,7 @@ def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory, disk
 
 @pytest.mark.timeout(0)
 async def test_no_request_is_wrong_and_nothing_is_left(serving, shared_memory, disk, chaos_seed, chaos_s):
-    processes, client = await ready(serving)
+    processes, client = await ready(serving, num_workers=2)
 
     scenario = Scenario(chaos_seed or SEED, chaos_s or SECONDS, ACTIONS)
     load = await survives(
@@ -58,5 +58,5 @@ async def test_no_request_is_wrong_and_nothing_is_left(serving, shared_memory, d
 
 
 async def test_stop_leaves_nothing(serving, shared_memory, runtime_directory):
-    processes, _ = await ready(serving)
+    processes, _ = await ready(serving, num_workers=2)
     await stop_leaves_nothing(processes, shared_memory, runtime_directory)

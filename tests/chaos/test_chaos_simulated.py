@@ -35,7 +35,7 @@ def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory) -> I
 
 @pytest.mark.timeout(0)
 async def test_no_request_is_lost_or_wrong_and_nothing_is_left(serving, shared_memory, chaos_seed, chaos_s):
-    processes, client = await ready(serving)
+    processes, client = await ready(serving, num_workers=3)
     scenario = Scenario(chaos_seed or SEED, chaos_s or SECONDS, ACTIONS)
     await survives(
         processes,
@@ -49,5 +49,5 @@ async def test_no_request_is_lost_or_wrong_and_nothing_is_left(serving, shared_m
 
 
 async def test_stop_leaves_nothing(serving, shared_memory, runtime_directory):
-    processes, _ = await ready(serving)
+    processes, _ = await ready(serving, num_workers=3)
     await stop_leaves_nothing(processes, shared_memory, runtime_directory)

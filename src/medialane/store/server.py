@@ -92,8 +92,8 @@ class StoreServer:
     async def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
         if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+            listener, self._listener = self._listener, None
+            await listener.close()
         for session in list(self._sessions):
             session.connection.end(StoreUnavailable("the store is shutting down"))
         for session in list(self._sessions):

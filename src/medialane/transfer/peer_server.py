@@ -125,8 +125,8 @@ class PeerServer:
         """Stop listening, end all connections, and release what they hold. Idempotent."""
         self.capabilities = None
         if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+            listener, self._listener = self._listener, None
+            await listener.close()
         tasks = dict(self._tasks)
         for task in tasks.values():
             task.cancel()

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from medialane.types.errors import AuthenticationFailed, StartupFailed
@@ -33,9 +34,10 @@ class Listener:
     Each connection gets a protocol of its own, on TCP when its peer is authenticated.
     """
 
-    def __init__(self, address: str, close: Callable[[], None]) -> None:
+    def __init__(self, address: str, acceptor: Acceptor, unlink: Callable[[], None] = lambda: None) -> None:
         self.address = address
-        self._close = close
+        self._acceptor = acceptor
+        self._unlink = unlink
 
     @classmethod
     async def listen(
@@ -49,7 +51,7 @@ class Listener:
         target = parse_address(address)
         try:
             if isinstance(target, UnixAddress):
-                return await cls._listen_unix(target.path, protocol)
+                return cls._listen_unix(target.path, protocol)
             if authentication is None:
                 raise StartupFailed(f"cannot listen at {address}: only unix:/path is supported here")
             return await cls._listen_tcp(target, protocol, authentication)
@@ -57,15 +59,13 @@ class Listener:
             raise StartupFailed(f"cannot listen at {address}: {_reason(error)}") from error
 
     @classmethod
-    async def _listen_unix(cls, path: str, protocol: Callable[[], asyncio.BaseProtocol]) -> Listener:
-        server = await asyncio.get_running_loop().create_unix_server(protocol, sock=_bind_unix(path))
-        inode = _inode(path)
+    def _listen_unix(cls, path: str, protocol: Callable[[], asyncio.BaseProtocol]) -> Listener:
+        async def connect(sock: socket.socket, _: str) -> None:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
 
-        def close() -> None:
-            _unlink(path, inode)
-            server.close()
-
-        return cls(f"unix:{path}", close)
+        listening = _bind_unix(path)
+        listening.listen(socket.SOMAXCONN)
+        return cls(f"unix:{path}", Acceptor([listening], connect), partial(_unlink, path, _inode(path)))
 
     @classmethod
     async def _listen_tcp(
@@ -82,11 +82,13 @@ class Listener:
         )
         sockets = _bind_all(resolved, authentication.security)
         port: int = sockets[0].getsockname()[1]
-        return cls(format_tcp(target.host, port), Acceptor(sockets, shake_hands).close)
+        return cls(format_tcp(target.host, port), Acceptor(sockets, shake_hands))
 
-    def close(self) -> None:
-        """Stop listening. Connections stay open, unless they are in the handshake. Idempotent."""
-        self._close()
+    async def close(self) -> None:
+        """Stop listening. Connections that have reached their protocol stay open; on return, others are closed."""
+        self._unlink()
+        self._acceptor.close()
+        await self._acceptor.wait_closed()
 
 
 def check_listen(address: str, setting: str, config: RpcConfig) -> None:

@@ -108,7 +108,7 @@ class ScriptedSource:
     async def close(self) -> None:
         """Idempotent."""
         if self._listener is not None:
-            self._listener.close()
+            await self._listener.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """Where a worker listens."""
 
+import asyncio
 import os
 import socket
 import stat
@@ -8,13 +9,9 @@ import pytest
 from rpc_requests import engine_request, tokens_of
 
 from medialane.testing.fake_handler import FakeHandler
-from medialane.types.errors import (
-    StartupFailed,
-)
-from medialane.wire import RpcConfig
+from medialane.types.errors import StartupFailed
+from medialane.wire import Listener, RpcConfig
 from medialane.worker.gateway_link import RpcServer
-
-HOUR_S = 3600.0
 
 
 async def test_close_is_idempotent_and_removes_the_socket(net):
@@ -46,3 +43,26 @@ async def test_non_socket_file_is_left_alone(net):
     with pytest.raises(StartupFailed, match="in use"):
         await RpcServer(FakeHandler(), RpcConfig()).serve(net.address)
     assert stat.S_ISREG(os.stat(net.path).st_mode)
+
+
+@pytest.mark.parametrize("iterations", range(4))
+async def test_no_connection_outlives_close_however_far_it_was(net, iterations):
+    """A server of asyncio may make one after it was closed, which nothing ends."""
+    made = []
+
+    class Counted(asyncio.Protocol):
+        def connection_made(self, transport):
+            made.append(transport)
+
+    listener = await Listener.listen(net.address, Counted)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.setblocking(False)
+        peer.connect(net.path)
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        await listener.close()
+        known = list(made)
+        await asyncio.sleep(0.05)  # time: in which one would be made
+        assert made == known
+        for transport in made:
+            transport.abort()

@@ -46,7 +46,7 @@ class JoinServer:
         """Stop listening, and close all connections. Idempotent."""
         if self._listener is not None:
             listener, self._listener = self._listener, None
-            listener.close()
+            await listener.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:

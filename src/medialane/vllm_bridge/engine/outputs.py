@@ -95,9 +95,7 @@ def to_request_output(
     )
 
 
-def with_end_apart(
-    delta: OutputDelta, params: SamplingParams, text_of: Callable[[int], str]
-) -> Iterable[OutputDelta]:
+def with_end_apart(delta: OutputDelta, params: SamplingParams, text_of: Callable[[int], str]) -> Iterable[OutputDelta]:
     """Yield a step of a stream that follows a grammar, its last token in a step of its own.
 
     Steps are merged where a client or a link is slower than the engine. vLLM's app appends "{}" to the arguments of a

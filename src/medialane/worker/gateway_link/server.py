@@ -108,7 +108,7 @@ class RpcServer:
         await self._end_sessions()
         if self._listener is not None:
             listener, self._listener = self._listener, None
-            listener.close()
+            await listener.close()
 
     def _authentication(self) -> Authentication:
         return Security.load(self._config).authentication("rpc", Role.WORKER, Role.GATEWAY)
