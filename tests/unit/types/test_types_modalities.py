@@ -31,7 +31,7 @@ TABLES = {
     "vllm_bridge/items/reference_tensors.py": "how Hugging Face's processors are called",
     "vllm_bridge/items/sized_headers.py": "a blank of a size",
     "vllm_bridge/items/trial_items.py": "items that a model's processor is tried with at start",
-    "vllm_bridge/seams/reference_tensors.py": "vLLM's loaders",
+    "vllm_bridge/seams/multimodal.py": "vLLM's loaders",
     "vllm_bridge/seams/encoder_cache.py": "vLLM's dummy items",
 }
 

@@ -35,8 +35,7 @@ from medialane.vllm_bridge.items.processor_factory import RequestProcessor, one_
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.reference_tensors import HuggingFace, PlainVllm, Values, compare_fields
 from medialane.vllm_bridge.items.trial_items import attempt
-from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities, new_processor
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, device_normalisation, new_processor
 from medialane.vllm_bridge.seams.probe import probe, summary
 
 _MEDIA = MediaConfig()

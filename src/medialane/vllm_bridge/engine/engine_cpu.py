@@ -29,8 +29,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from medialane.runtime.forked_ahead import ForkedContext, forked_ahead
-from medialane.vllm_bridge.seams.cpu import OneProcessExecutor, cores_of_ranks
-from medialane.vllm_bridge.seams.engine_start import engines_of, why_spawned
+from medialane.vllm_bridge.seams.cpu import OneProcessExecutor, cores_of_ranks, engines_of, why_spawned
 
 QUALIFIED_NAME = f"{__name__}.CpuExecutor"
 

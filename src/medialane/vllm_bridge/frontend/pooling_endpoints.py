@@ -33,7 +33,7 @@ from vllm.renderers import BaseRenderer
 
 from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
-from medialane.vllm_bridge.seams.pooling import (
+from medialane.vllm_bridge.seams.api_server import (
     PoolingIOProcessor,
     RerankRequest,
     build_by,

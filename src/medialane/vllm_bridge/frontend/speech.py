@@ -18,7 +18,7 @@ from medialane.types.errors import InvalidUpload, TooLarge, UnsupportedMediaType
 from medialane.types.media import MediaRef
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
-from medialane.vllm_bridge.seams.speech import ToClips, decode_speech_by
+from medialane.vllm_bridge.seams.api_server import ToClips, decode_speech_by
 
 #: The path of vLLM's WebSocket for transcription in real time.
 REALTIME = "/v1/realtime"

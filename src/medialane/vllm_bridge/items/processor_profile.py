@@ -33,8 +33,7 @@ from medialane.vllm_bridge.items.sized_headers import (
 from medialane.vllm_bridge.items.stage_fitness import fallback_stage, learn_unfit
 from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItems
 from medialane.vllm_bridge.items.validation import FeatureChecker
-from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities, hf_processor_of
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, device_normalisation, hf_processor_of
 
 #: Attributes of Hugging Face's image processors; those of videos have the same.
 _NUMBERS = ("image_mean", "image_std", "rescale_factor")

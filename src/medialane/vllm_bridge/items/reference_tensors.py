@@ -36,7 +36,7 @@ from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.preparation import engine_media
 from medialane.vllm_bridge.items.stage_fitness import process_one
 from medialane.vllm_bridge.items.trial_items import attempt, without_warnings
-from medialane.vllm_bridge.seams.reference_tensors import load_as_plain
+from medialane.vllm_bridge.seams.multimodal import load_as_plain
 
 logger = logging.getLogger(__name__)
 
