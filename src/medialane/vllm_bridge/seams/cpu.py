@@ -1,5 +1,5 @@
-"""vLLM's CPU execution: executor, choice of cores, waiting for other processes, and how its front end starts EngineCores
-(by `spawn`, as new interpreters)."""
+"""vLLM's CPU execution: executor, cores, waiting for other processes, and how its front end starts EngineCores (by
+`spawn`, as new interpreters)."""
 
 from __future__ import annotations
 
