@@ -56,7 +56,7 @@ from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build
 from medialane.types.feature import MediaPrompt
 from medialane.types.media import EncodedMedia, MediaRef
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
-from medialane.vllm_bridge.items import VllmAssembler
+from medialane.vllm_bridge.learned import VllmAssembler
 
 ABOUT = "images per second of 1, 2, ... preparers, compared with vLLM's renderer in one process"
 

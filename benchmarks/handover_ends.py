@@ -66,7 +66,8 @@ from medialane.types.request import (
 )
 from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import plugin
-from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, placeholder_of, to_vllm_range
+from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, to_vllm_range
+from medialane.vllm_bridge.learned import placeholder_of
 from medialane.wire import RpcConfig
 from medialane.worker import Worker, WorkerConfig
 from medialane.worker.gateway_link import RpcServer

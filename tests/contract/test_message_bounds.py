@@ -19,10 +19,11 @@ from medialane.transfer.nixl.mover import Offer
 from medialane.types import feature_header
 from medialane.types.errors import InvalidFeature, ProtocolViolation
 from medialane.types.tensor import MAX_RANK, Embeds
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.items import features, sent_tensors
+from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingPlan
+from medialane.vllm_bridge.items import features
 from medialane.vllm_bridge.items.arena_tensors import WireItem
+from medialane.vllm_bridge.learned import sent_tensors
 from medialane.wire import protocol as rpc
 from medialane.wire import registration
 

@@ -7,7 +7,7 @@ import pytest
 from vllm import envs
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder
 from medialane.vllm_bridge.seams.engine_core import use_socket_folder
 
 

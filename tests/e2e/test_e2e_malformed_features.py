@@ -38,7 +38,7 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 def processor(serve):
     """The processor that preparers run."""
     from medialane.prepare import FactoryConfig
-    from medialane.vllm_bridge.items.processor_factory import build_processor
+    from medialane.vllm_bridge.learned.processor_factory import build_processor
 
     return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
 

@@ -86,7 +86,7 @@ _MEDIA_LIBRARIES = ("pillow", "av", "soundfile", "torch", "transformers", "vllm"
 
 #: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
 #: workers will decode.
-PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_processor"
+PROCESSOR_FACTORY = "medialane.vllm_bridge.learned.processor_factory:build_processor"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,10 @@ from msgspec.structs import astuple
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.runtime.phase import Phase, enter_phase, show_phase
 from medialane.types.errors import InvalidFeature
-from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
-from medialane.vllm_bridge.encoder_cache.encoder_card import measure
+from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
+from medialane.vllm_bridge.engine.encoder_card import measure
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.items.embeds import try_embeds
+from medialane.vllm_bridge.learned.embeds import try_embeds
 from medialane.vllm_bridge.seams import engine_core
 from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank, only_encodes
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest

@@ -45,7 +45,7 @@ from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
 from medialane.vllm_bridge.items.options import check_model_io
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, normalization_of
+from medialane.vllm_bridge.learned.model_profile import ModelProfile, normalization_of
 from medialane.vllm_bridge.seams.api_server import (
     AuthenticationMiddleware,
     count_media_tokens_by,
@@ -165,7 +165,7 @@ class Frontend:
         self.config: VllmConfig = parts.config
         self.renderer: BaseRenderer = parts.renderer
         #: None for a text-only model.
-        self.profile: ProcessorProfile | None = parts.profile
+        self.profile: ModelProfile | None = parts.profile
         self.processor_settings: dict[str, str] = parts.processor_settings
         self.assembler: Assembler = parts.assembler
         self._tasks, self._routes = parts.tasks, parts.routes
@@ -280,7 +280,7 @@ class Frontend:
         client.is_serving = True
         return app
 
-    def _making(self, profile: ProcessorProfile) -> feature_files.Making:
+    def _making(self, profile: ModelProfile) -> feature_files.Making:
         """Return how the values of features are made, for clients."""
         processor = profile.processor
         made_by = {"processor": digest(self.processor_settings)}

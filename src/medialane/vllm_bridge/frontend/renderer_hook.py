@@ -53,7 +53,7 @@ from medialane.vllm_bridge.items.media_hash import HashFactors
 from medialane.vllm_bridge.items.mistral_chat import tokenizes_blanks
 from medialane.vllm_bridge.items.options import check_options, check_processor_options, final_io, item_options, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,
     prepare_media_by,
@@ -121,7 +121,7 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
             raise InvalidRequest(message)
 
 
-def install(renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorProfile) -> None:
+def install(renderer: BaseRenderer, backend: RequestBackend, profile: ModelProfile) -> None:
     """Route this renderer's media through `backend`."""
     hook = RendererHook(renderer, backend, profile)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
@@ -142,7 +142,7 @@ class RendererHook:
     """Implements both seams: completes the references from intake with options of model and request, and has the
     gateway prepare the prompt."""
 
-    def __init__(self, renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorProfile) -> None:
+    def __init__(self, renderer: BaseRenderer, backend: RequestBackend, profile: ModelProfile) -> None:
         self.backend = backend
         self._io = model_io(renderer.model_config)
         processor = profile.processor

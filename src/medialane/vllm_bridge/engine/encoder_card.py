@@ -31,7 +31,7 @@ from medialane.types.errors import PreparationFailed
 from medialane.types.hashing import content_hash, digest
 from medialane.types.request import EncoderCard
 from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
-from medialane.vllm_bridge.items.stable_description import describe
+from medialane.vllm_bridge.learned.settings import describe
 from medialane.vllm_bridge.seams.encoder_cache import embeddings_of, mrope_positions, sample_inputs
 
 
@@ -85,6 +85,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 
 #: Of each file: its beginning, where a safetensors file has names, types and places of its tensors; then samples.
 _HEADER_BYTES = 1 << 20
+
 _SAMPLE_BYTES = 64 << 10
 
 #: In all files together, at least one of each.
@@ -92,6 +93,7 @@ _MAX_SAMPLES = 512
 
 #: Of the middle of each tensor of a safetensors file.
 _TENSOR_BYTES = 4 << 10
+
 #: The format's own limit.
 _MAX_HEADER_BYTES = 100 << 20
 

@@ -27,7 +27,7 @@ from medialane.types.errors import InvalidEmbeds
 from medialane.types.media import Modality
 from medialane.types.tensor import UNNAMED, Embeds
 from medialane.vllm_bridge.items.features import tensor_over
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.encoder_cache import embeddings_of, mrope_positions, sample_inputs, sample_of_embeds
 from medialane.vllm_bridge.seams.multimodal import embeds_data
 
@@ -80,7 +80,7 @@ _GRID_NUMBERS = 3
 class EmbedsReader:
     """Reads and checks embeddings for one model."""
 
-    def __init__(self, profile: ProcessorProfile, accepted: AcceptedEmbeds | None) -> None:
+    def __init__(self, profile: ModelProfile, accepted: AcceptedEmbeds | None) -> None:
         """`accepted` is None if the model has not been tried: it then accepts none."""
         self._processor = profile.processor
         self._is_on = bool(self._processor.info.ctx.model_config.multimodal_config.enable_mm_embeds)

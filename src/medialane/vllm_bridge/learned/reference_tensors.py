@@ -34,8 +34,8 @@ from medialane.types.media import Decoded, Modality
 from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation, Relation
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.preparation import engine_media
-from medialane.vllm_bridge.items.stage_fitness import process_one
-from medialane.vllm_bridge.items.trial_items import attempt, without_warnings
+from medialane.vllm_bridge.learned.model_profile import process_one
+from medialane.vllm_bridge.learned.trial_items import attempt, without_warnings
 from medialane.vllm_bridge.seams.multimodal import load_as_plain
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,7 @@ _OF_TEXT = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token
 _ROUNDING = 1e-5
 
 _SEVERITY = {relation: number for number, relation in enumerate(get_args(Relation))}
+
 _MAX_FORM_CHARS = 100
 
 

@@ -22,11 +22,16 @@ from medialane.types.media import Modality
 from medialane.types.stage import StageName
 from medialane.vllm_bridge.engine_errors import public_text
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
-from medialane.vllm_bridge.items.item_shape import min_embeds
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
+from medialane.vllm_bridge.items.header_values import (
+    MALFORMED_FEATURE,
+    NO_OPTIONS,
+    PlaceholderLayout,
+    PlaceholderLayouts,
+    decode_options,
+)
 from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
-from medialane.vllm_bridge.items.sized_headers import ImageTokens, Size
+from medialane.vllm_bridge.learned.item_shape import min_embeds
+from medialane.vllm_bridge.learned.sized_headers import ImageTokens, Size
 from medialane.vllm_bridge.seams.multimodal import expand_prompt, find_placeholders
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
 

@@ -21,13 +21,12 @@ from medialane.types.errors import UnsupportedMediaType
 from medialane.types.media import Decoded, FrameBatch, FrameSampler, MediaSize, Modality, Video
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.item_shape import check_layout
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.settings import processor_settings
-from medialane.vllm_bridge.items.sized_headers import SizedHeaders
+from medialane.vllm_bridge.items.preparation import VllmFrameSampler, VllmProcessor
+from medialane.vllm_bridge.learned.item_shape import check_layout
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.learned.settings import processor_settings
+from medialane.vllm_bridge.learned.sized_headers import SizedHeaders
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
 #: Ends of the names of a model's files besides its weights.
@@ -46,7 +45,7 @@ def _build(factory_config: FactoryConfig) -> Processor:
     model_config = create_model_config(parse_vllm_args(factory_config.model, factory_config.vllm_args))
     if not model_config.supports_multimodal_inputs:
         return NoProcessor()
-    profile = ProcessorProfile(new_processor(model_config))
+    profile = ModelProfile(new_processor(model_config))
     takes_video = "video" in profile.processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
     settings = processor_settings(model_config, profile)
@@ -101,7 +100,7 @@ class RequestProcessor:
 
     def __init__(
         self,
-        profile: ProcessorProfile,
+        profile: ModelProfile,
         sampler: FrameSampler | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:

@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 from medialane.arena import ENTRY_HEADER_BYTES, FillWriter
 from medialane.types.errors import HandoverFailed, PreparationFailed
 from medialane.types.tensor import TensorDescriptor
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingSchedule, StepEmbeddings
+from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingSchedule, StepEmbeddings
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER
 from medialane.vllm_bridge.items.features import spec_of, tensor_over
 from medialane.vllm_bridge.seams.encoder_cache import (

@@ -38,9 +38,8 @@ from vllm.multimodal.processing.processor import PromptUpdateDetails
 from medialane.types.errors import InvalidFeature, InvalidRequest
 from medialane.types.media import Modality
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.items.trial_items import TrialItem, TrialItems
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, PlaceholderLayouts
+from medialane.vllm_bridge.learned.trial_items import TrialItem, TrialItems
 from medialane.vllm_bridge.seams.stand_ins import has_stand_in
 
 #: Integer tensors up to this size (grids, sizes, counts) are checked for negative values; pixels are not.

@@ -19,7 +19,7 @@ from medialane.types.errors import HandoverFailed
 from medialane.types.feature import EmbeddingUse, MediaPayload
 from medialane.types.request import EmbeddingCounts, EncoderCard
 from medialane.types.tensor import TensorDescriptor, TensorSpec
-from medialane.vllm_bridge.items.validation import placeholder_of
+from medialane.vllm_bridge.learned.validation import placeholder_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class EmbeddingPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(EmbeddingPlan)
+
 _ENCODER = msgspec.msgpack.Encoder()
 
 

@@ -19,8 +19,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.types.hashing import canonical_options
 from medialane.types.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.types.tensor import TensorSpec
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS, PlaceholderLayouts
 from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS, VllmProcessor
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities
 

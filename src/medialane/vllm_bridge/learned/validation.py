@@ -45,11 +45,17 @@ from medialane.types.feature import MediaPayload, PlaceholderRange
 from medialane.types.media import Modality
 from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, configs_of
-from medialane.vllm_bridge.items.item_shape import ItemShape, check_grids, check_layout, num_embeds
+from medialane.vllm_bridge.items.header_values import (
+    MALFORMED_FEATURE,
+    NO_OPTIONS,
+    PlaceholderLayout,
+    PlaceholderLayouts,
+    configs_of,
+    decode_options,
+)
 from medialane.vllm_bridge.items.options import check_worker_options
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
+from medialane.vllm_bridge.learned.item_shape import ItemShape, check_grids, check_layout, num_embeds
 from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
 
 #: mm_hash is opaque to us, but it is a key of several caches.
@@ -60,7 +66,7 @@ _FRAME_TIMES = ("second_per_grid_ts", "video_second_per_grid")
 
 
 class FeatureChecker:
-    """Validates expanded prompts for one model, by what `ProcessorProfile` has learned. Used from the event loop."""
+    """Validates expanded prompts for one model, by what `ModelProfile` has learned. Used from the event loop."""
 
     def __init__(
         self,

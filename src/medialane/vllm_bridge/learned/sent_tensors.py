@@ -34,7 +34,7 @@ from medialane.vllm_bridge.items.features import (
     tensor_over,
 )
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, HeaderWriter, configs_of
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.scale_out import RAW_VIEW
 from medialane.vllm_bridge.seams.stand_ins import has_stand_in
 
@@ -49,7 +49,9 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionErr
 
 #: First bytes of msgpack's arrays, strings and extensions.
 _ARRAYS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
+
 _STRINGS = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB))
+
 _EXTENSIONS = frozenset((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)))
 
 
@@ -61,13 +63,19 @@ class Elem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 Fields = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], Elem], msgspec.Meta(max_length=MAX_FIELDS)]
+
 Values = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TENSORS)]
+
 Number = bool | int | float
 
 _fields = msgspec.msgpack.Decoder(Fields).decode
+
 _list = msgspec.msgpack.Decoder(Values).decode
+
 _dtype = msgspec.msgpack.Decoder(Dtype).decode
+
 _shape = msgspec.msgpack.Decoder(Shape).decode
+
 _number: Callable[[msgspec.Raw], Number] = msgspec.msgpack.Decoder(Number).decode
 
 
@@ -86,7 +94,7 @@ class SentTensors(NamedTuple):
 class TensorsReader:
     """Reads and checks the items of one model. Not thread-safe."""
 
-    def __init__(self, profile: ProcessorProfile) -> None:
+    def __init__(self, profile: ModelProfile) -> None:
         self._processor: BaseMultiModalProcessor = profile.processor
         self._shapes = profile.shapes
         self._checker = profile.checker

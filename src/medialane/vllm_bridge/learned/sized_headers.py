@@ -47,10 +47,9 @@ from medialane.types.feature import MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
 from medialane.vllm_bridge.items.features import large_tensors, small_values, without_values
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts, PlaceholderSource, decode_options
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS, PlaceholderLayouts, PlaceholderSource, decode_options
 from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS, VllmProcessor
-from medialane.vllm_bridge.items.trial_items import TrialItem, TrialItems, attempt, without_warnings
+from medialane.vllm_bridge.learned.trial_items import TrialItem, TrialItems, attempt, without_warnings
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, hf_processor_of
 
 logger = logging.getLogger(__name__)
