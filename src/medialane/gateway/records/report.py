@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from medialane.gateway.records.item_record import MediaReport
-from medialane.gateway.records.record import RequestRecord
+from medialane.gateway.records.record import MediaReport, RequestRecord
 from medialane.types.feature import MoverName
 from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.stage import StageName

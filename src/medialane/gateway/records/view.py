@@ -11,15 +11,17 @@ import time
 
 import msgspec
 
-from medialane.gateway.records.item_record import (
+from medialane.gateway.records.record import (
     HASH_DIGITS,
+    Attempt,
     EmbeddingOutcome,
     ItemOutcome,
     ItemRecord,
+    RequestError,
+    RequestRecord,
     Source,
     is_prepared,
 )
-from medialane.gateway.records.record import Attempt, RequestError, RequestRecord
 from medialane.gateway.records.report import RoutingReport, routing_report
 from medialane.observability.logging import ACCESS_LOGGER
 from medialane.observability.timeline import LiveStage, StageTimeline

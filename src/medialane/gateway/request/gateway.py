@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,22 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.gateway.administration import administer
-from medialane.gateway.admission import Admission, Queues, SharedCounts, Ticket
-from medialane.gateway.assembly import Assembly
-from medialane.gateway.attempts import Sender
-from medialane.gateway.client_features import ClientFeatures, expanded_prompt
+from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.generation import Generation
-from medialane.gateway.image_budget import ImageBudget
-from medialane.gateway.plain_hashes import PlainHashes
-from medialane.gateway.references import FEATURE_SCHEME
-from medialane.gateway.request_media import RequestMedia
-from medialane.gateway.route import Routes
-from medialane.gateway.scope import RequestScope, current_scope, while_connected
-from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.transports import Transports
-from medialane.gateway.wave import wave_size
+from medialane.gateway.intake.references import FEATURE_SCHEME
+from medialane.gateway.request.assembly import Assembly, ImageBudget
+from medialane.gateway.request.media import ClientFeatures, RequestMedia, expanded_prompt
+from medialane.gateway.request.plain_hashes import PlainHashes
+from medialane.gateway.request.route import Routes
+from medialane.gateway.request.run import RequestRunner
+from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
+from medialane.gateway.request.store_features import StoreFeatures, wave_size
+from medialane.gateway.request.transfer_paths import Transports
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
@@ -41,14 +37,11 @@ from medialane.types.errors import (
     FeatureUnsupported,
     InvalidRequest,
     MedialaneError,
-    PromptRejected,
     PromptTooLong,
     UnknownMedia,
-    WorkerLost,
 )
 from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.types.hashing import merged_options
-from medialane.types.kv_events import BlockIds
 from medialane.types.media import MediaRef, audio_io
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.types.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
@@ -56,6 +49,7 @@ from medialane.types.stats import WaitStats
 
 if TYPE_CHECKING:
     from medialane.routing import Router
+
 
 logger = logging.getLogger(__name__)
 
@@ -90,21 +84,8 @@ class Gateway:
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
         self._metrics = metrics
-        self._encoders = encoders
-        self._sender = Sender(
-            config=config,
-            transports=transports,
-            features=features,
-            workers=workers,
-            routes=self.routes,
-            metrics=metrics,
-            encoder_ms_per_token=router.config.encoder_ms_per_token,
-            stage_for=self._stage_for,
-        )
-        self._generation = Generation(self._sender)
         self._admission = Admission(config.max_requests, tenant_share=config.tenant_share)
         self.queues: Queues | None = None
-        self._has_priorities = has_priorities
         self._plain = plain
         if config.queue_requests:
             self.queues = Queues(
@@ -115,6 +96,19 @@ class Gateway:
                 counts=counts,
                 has_priorities=has_priorities,
             )
+        self._runner = RequestRunner(
+            config=config,
+            transports=transports,
+            features=features,
+            workers=workers,
+            routes=self.routes,
+            metrics=metrics,
+            encoders=encoders,
+            queues=self.queues,
+            has_priorities=has_priorities,
+            encoder_ms_per_token=router.config.encoder_ms_per_token,
+            stage_for=self._stage_for,
+        )
 
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
@@ -315,30 +309,11 @@ class Gateway:
         images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
         return b'{"images":[%b]}' % b",".join(images)
 
-    async def generate(
+    def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Generate at the best worker, its media transferred by the first transfer path that works; at another worker
-        if that is lost, where an answer that has begun goes on if it is `continuable`.
-
-        `prepared` is the result of `prepare`, None for text. Closing the generator aborts the request at the worker.
-        Raises MedialaneError.
-        """
-        scope, block_ids = current_scope(), dict[int, BlockIds]()
-        request = msgspec.structs.replace(request, cache_salt=scope.salt(request.cache_salt))
-        try:
-            prepared = await self._with_embeddings(request, prepared, scope, block_ids)
-            request = self._prioritized(request, scope)
-            ticket = await self._ticket(request, prepared, scope)
-            call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
-            call = call._replace(ticket=ticket)
-            async with aclosing(self._generation.answer(call)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except MedialaneError as error:
-            # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
-            scope.fail(self._for_client(error), app_responds=isinstance(error, PromptRejected))
-            raise
+        """See `RequestRunner.generate`."""
+        return self._runner.generate(request, prepared, continuable)
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""
@@ -355,57 +330,6 @@ class Gateway:
         self._assembly.close()
         if self._plain is not None:
             self._plain.close()
-
-    def _prioritized(self, request: EngineRequest, scope: RequestScope) -> EngineRequest:
-        """Return the request with the most urgent priority that its tenant may have, at most."""
-        if scope.tenant is None or not self._has_priorities:
-            return request
-        return msgspec.structs.replace(request, priority=scope.tenant.priority(request.priority))
-
-    @while_connected
-    async def _ticket(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
-    ) -> Ticket | None:
-        """Wait until the request may be sent to an engine. Raises NoWorkerReady, QueueFull, QueueTimeout."""
-        if self.queues is None:
-            return None
-        if scope.preparation is not None:
-            scope.preparation.end()
-        self.check_ready()
-        return await self.queues.engine(scope, len(request.prompt.token_ids), has_media=prepared is not None)
-
-    def _for_client(self, error: MedialaneError) -> MedialaneError:
-        """How a worker was lost is no matter of the client, but when there will be one again."""
-        if not isinstance(error, WorkerLost):
-            return error
-        is_out = not self._workers.num_ready
-        return WorkerLost(error.message, retry_after_s=self._workers.retry_after_s if is_out else error.retry_after_s)
-
-    @while_connected
-    async def _with_embeddings(
-        self,
-        request: EngineRequest,
-        prepared: PreparedPrompt | None,
-        scope: RequestScope,
-        block_ids: dict[int, BlockIds],
-    ) -> PreparedPrompt | None:
-        """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent. For
-        `block_ids` see `Routes.new_items`."""
-        digest = self.routes.encoder
-        if prepared is None or self._encoders is None or not self._encoders.is_ready(digest):
-            return prepared
-        new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
-        if not new or not (hashes := self.routes.new_items(request, prepared, block_ids)):
-            return prepared
-        new = [placed for placed in new if placed.feature.mm_hash in hashes]
-        scope.timeline.enter("encode")
-        headers = None if scope.trace is None else scope.trace.headers
-        encoded = await self._encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
-        if not encoded:
-            return prepared
-        features = await prepared.media.with_embeddings(encoded)
-        placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
-        return msgspec.structs.replace(prepared, features=tuple(placed))
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         if any(ref.is_feature for ref in prompt.items):
