@@ -204,14 +204,8 @@ class Attempt:
         self.error = ""
         self.engine_cached_tokens: int | None = None
         self.first_token_ms: float | None = None
-
-
-class Sent(msgspec.Struct, frozen=True):
-    """Where and how a prompt was sent. Text has no `path`; `movers` copied the media of another host's store."""
-
-    decision: RoutingDecision
-    path: TransferPath | None = None
-    movers: tuple[MoverName, ...] = ()
+        #: What copied the media of another host's store.
+        self.movers: tuple[MoverName, ...] = ()
 
 
 class RequestError(msgspec.Struct, frozen=True):
@@ -240,7 +234,7 @@ class RequestRecord:
         self.items: dict[str, ItemRecord] = {}
         self.reports: tuple[MediaReport, ...] = ()
         self.attempts: list[Attempt] = []
-        self.sent: Sent | None = None
+        self.sent: Attempt | None = None
         self.engine_cached_tokens: int | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
@@ -285,14 +279,13 @@ class RequestRecord:
                 item.timeline.add("encode", now - started_at, started_at)
                 item.ended_at = now
 
-    def sending(self, sent: Sent, *, is_sent: bool = True) -> None:
-        """Record how and where a prompt is sent, or is about to be. The last call counts: earlier attempts have failed.
-        But of several prompts (documents that are scored) one with media counts."""
-        if sent.path is not None or self.sent is None or self.sent.path is None:
-            self.sent = sent
-        decision = sent.decision
-        attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, sent.path)
-        attempt.decision, attempt.path, attempt.is_sent = decision, sent.path, is_sent
+    def sending(self, decision: RoutingDecision, path: TransferPath | None = None, *, is_sent: bool = True) -> None:
+        """Record how and where a prompt is sent, or is about to be; text has no `path`. The last call counts: earlier
+        attempts have failed. But of several prompts (documents that are scored) one with media counts."""
+        attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, path)
+        attempt.decision, attempt.path, attempt.is_sent = decision, path, is_sent
+        if path is not None or self.sent is None or self.sent.path is None:
+            self.sent = attempt
 
     def prompt_sent(self) -> None:
         """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
@@ -339,7 +332,7 @@ class RequestRecord:
         if first.num_cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + first.num_cached_tokens
         if self.sent is not None and first.movers:
-            self.sent = msgspec.structs.replace(self.sent, movers=tuple(first.movers))
+            self.sent.movers = tuple(first.movers)
         if outcomes:
             self.reports = tuple(
                 msgspec.structs.replace(item, embedding=outcomes.get(item.mm_hash, item.embedding))

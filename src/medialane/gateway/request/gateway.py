@@ -1,4 +1,4 @@
-"""Serves one request: prepare, route, transfer, stream, release."""
+"""What vLLM's app calls for a request: its media are prepared, then it is run (`run`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from medialane.gateway.administration import administer
 from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
+from medialane.gateway.intake import placeholder_field
 from medialane.gateway.intake.references import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
-from medialane.gateway.request.media import ClientFeatures, RequestMedia, expanded_prompt
+from medialane.gateway.request.media import RequestMedia
 from medialane.gateway.request.plain_hashes import PlainHashes
 from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
@@ -35,12 +36,21 @@ from medialane.types.errors import (
     ClientDisconnected,
     ClientTooSlow,
     FeatureUnsupported,
+    InvalidFeature,
     InvalidRequest,
     MedialaneError,
     PromptTooLong,
     UnknownMedia,
 )
-from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.types.feature import (
+    Feature,
+    FoundItem,
+    MediaPrompt,
+    PlacedFeature,
+    PlaceholderRange,
+    PreparedPrompt,
+    StagedItem,
+)
 from medialane.types.hashing import merged_options
 from medialane.types.media import MediaRef, audio_io
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
@@ -78,7 +88,7 @@ class Gateway:
         self._transports = transports
         self._features = features
         self._assembly = Assembly(assembler)
-        self._client_features = ClientFeatures(config, features, self._assembly)
+        self._has_features = config.stage in ("auto", BEST_STAGE)
         self._accepts_item_options = assembler.accepts_item_options
         self._fallback_stages = assembler.fallback_stages
         self._workers = workers
@@ -185,8 +195,7 @@ class Gateway:
 
     @while_connected
     async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
-        scope = self._admitted()
-        item = await self._client_features.find(ref, scope, encoder="" if with_tensors else self._encoder)
+        item = await self._named(ref, self._admitted(), encoder="" if with_tensors else self._encoder)
         if item.feature.modality != ref.modality:
             raise UnknownMedia("unknown or expired feature: send its tensors or media", param=ref.param)
         return item
@@ -195,20 +204,52 @@ class Gateway:
     async def named_feature(self, mm_hash: str, salt: str) -> Feature:
         scope = self._admitted()
         ref = scope.owned(MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True))
-        return (await self._client_features.find(ref, scope)).feature
+        return (await self._named(ref, scope)).feature
 
     @while_connected
     async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
-        return await self._client_features.put(ref, item, self._admitted())
+        """Return the feature of tensors that a client has sent, under a key of ours."""
+        scope = self._admitted()
+        self._check_stage(ref)
+        with scope.record.finding(ref) as timeline:
+            found = await self._features.put(ref, item, timeline)
+        return _held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
 
     @while_connected
     async def place(
         self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange]
     ) -> PreparedPrompt:
-        source = expanded_prompt(token_ids, items)
-        media = RequestMedia(source, self._features, self._admitted(), self._assembly, encoder=self._encoder)
+        """Return the prompt of these items, each at its range, which says only where its placeholder is. Raises
+        InvalidRequest unless the prompt has the placeholders of the items there."""
+        source, scope = MediaPrompt(token_ids, tuple(item.ref for item in items)), self._admitted()
+        media = RequestMedia(source, self._features, scope, self._assembly, encoder=self._encoder)
         media.have(BEST_STAGE, items)
-        return await self._client_features.place(token_ids, items, ranges, media)
+        features = tuple(item.feature for item in items)
+        try:
+            placed = await self._assembly.place(token_ids, features, ranges)
+        except InvalidFeature as error:
+            raise error.at("features") from error
+        for item, given, place in zip(items, ranges, placed, strict=True):
+            if place is None:
+                message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
+                raise InvalidRequest(message, param=placeholder_field(item.ref))
+        places = [place for place in placed if place is not None]
+        scope.record.prepared(items, [place.num_embeds for place in places], is_reported=scope.wants_report)
+        mm_hashes = tuple(feature.mm_hash for feature in features)
+        return PreparedPrompt(token_ids, tuple(map(PlacedFeature, features, places)), mm_hashes, source, media)
+
+    async def _named(self, ref: MediaRef, scope: RequestScope, *, encoder: str = "") -> StagedItem:
+        """Return the feature that the client of `ref` names, made again if it was evicted. Raises UnknownMedia."""
+        self._check_stage(ref)
+        named = msgspec.structs.replace(ref, data=None)
+        budget = ImageBudget(self._assembly, b"{}", scope.preparation)
+        with scope.record.finding(ref) as timeline:
+            found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+        return _held(named, found, scope)
+
+    def _check_stage(self, ref: MediaRef) -> None:
+        if not self._has_features:
+            raise InvalidRequest("features are not used by this server (--stage): send the media", param=ref.param)
 
     def _admitted(self) -> RequestScope:
         scope = current_scope()
@@ -364,3 +405,10 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
+
+
+def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:
+    """Return the item of a client's feature, which the scope holds."""
+    scope.defer(found.hold.release)
+    scope.timeline.num_embeddings += found.value.embedding is not None
+    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)

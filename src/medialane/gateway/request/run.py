@@ -25,7 +25,7 @@ from medialane.gateway.admission import Queues, Ticket
 from medialane.gateway.admission.concurrency import OldestFirst
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.records import AttemptTrace, Sent
+from medialane.gateway.records import AttemptTrace
 from medialane.gateway.request.answer import Answer, Choice
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
@@ -368,7 +368,7 @@ class RequestRunner:
             call.ticket.sent()
         if call.scope.arrival is not None:
             call.scope.arrival.sent()
-        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]), is_sent=is_sent)
+        call.scope.record.sending(call.route.routed.decision, call.paths[0], is_sent=is_sent)
 
     @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
