@@ -30,7 +30,7 @@ from medialane.config import Config, enter_environ
 from medialane.observability import logging
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreEntries, StoreLink
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.tensor import TensorDescriptor
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http

@@ -30,7 +30,7 @@ from medialane.gateway import (
     http_bounds,
 )
 from medialane.observability import configure
-from medialane.testing.fake_handler import FAKE_CARD
+from medialane.testing.fake_worker import FAKE_CARD
 from medialane.wire import RpcConfig, bind_http, bind_unix
 from medialane.worker.gateway_link import RpcServer
 

@@ -29,7 +29,7 @@ from medialane.media.fetch import Fetcher
 from medialane.prepare import fork_forkserver
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreLink
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
 from medialane.worker.gateway_link import RpcServer
 
