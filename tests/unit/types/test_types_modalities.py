@@ -19,7 +19,7 @@ SOURCE = Path(medialane.__file__).parent
 TABLES = {
     "types/media.py": "its name and decoded form; its parts in the APIs, its error, what its options may choose",
     "media/decoders.py": "how it is recognised, opened and decoded",
-    "tools/check/media.py": "items that `medialane check` tries a model with and sends, and of which `--tensors` compares the tensors",
+    "tools/check/media.py": "items that `medialane check` sends, and of which `--tensors` compares the tensors",
     "tools/check/kinds/chat.py": "cases of `medialane check`",
     "tools/check/kinds/pooling.py": "cases of `medialane check`",
     "vllm_bridge/engine/source_prompt.py": "vLLM's loader, for stage url",
