@@ -1,5 +1,5 @@
-"""`medialane gateway`: one gateway process, assembled from its components: vLLM's app around them, with our endpoints and
-the metrics of all of them."""
+"""`medialane gateway`: one gateway process, assembled from its components: vLLM's app around them, with our endpoints
+and the metrics of all of them."""
 
 from __future__ import annotations
 

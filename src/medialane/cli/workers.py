@@ -1,5 +1,5 @@
-"""`medialane workers`: lists and drains the workers of a gateway, and of all gateways of its port. Other commands reach a
-gateway that runs as this one does: by its URL, and its administrative interface (`GatewayAdmin`)."""
+"""`medialane workers`: lists and drains the workers of a gateway, and of all gateways of its port. Other commands reach
+a gateway that runs as this one does: by its URL, and its administrative interface (`GatewayAdmin`)."""
 
 from __future__ import annotations
 
