@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router
-from medialane.testing.fake_worker_link import ARENA, FakeLink
+from medialane.testing.fake_worker import ARENA, FakeLink
 from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.kv_events import KvChange

@@ -19,7 +19,6 @@ SOURCE = Path(medialane.__file__).parent
 TABLES = {
     "types/media.py": "its name and decoded form; its parts in the APIs, its error, what its options may choose",
     "media/decoders.py": "how it is recognised, opened and decoded",
-    "tools/check/limits.py": "items that `medialane check` tries a model with",
     "tools/check/media.py": "items that `medialane check` sends, and of which `--tensors` compares the tensors",
     "tools/check/kinds/chat.py": "cases of `medialane check`",
     "tools/check/kinds/pooling.py": "cases of `medialane check`",
@@ -39,7 +38,7 @@ TABLES = {
 ABOUT_ONE_MODALITY = {
     "cli/demo.py": "the demo's images",
     "cli/serve.py": "the example of a request",
-    "tools/check/kinds/pooling_inputs.py": "cases of images and videos",
+    "tools/check/kinds/pooling.py": "cases of images and videos",
     "tools/check/kinds/speech.py": "speech",
     "gateway/request/gateway.py": "publishing decoded images",
     "gateway/intake/extraction.py": "uploads of speech",
