@@ -42,9 +42,9 @@ from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
-from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.phase import enter_phase, show_ready, watched
 from medialane.runtime.stop import Stop, stopped_by_signals
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import StoreLink
 from medialane.types.errors import StartupFailed
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage

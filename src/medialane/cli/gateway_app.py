@@ -49,10 +49,10 @@ from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
-from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.phase import exits_of_host, hang_problems
 from medialane.runtime.resources import MemoryUse
 from medialane.runtime.stop import Stop
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.types.errors import GatewayDraining
 from medialane.types.hashing import digest
