@@ -1,6 +1,9 @@
-"""What operators do to workers. Administrative calls to the engines: each is sent to every worker, and complete when
-all workers have executed it; some also go to the encoders that are connected: a lost one has no state to be changed. And
-single workers, to list and drain them. Which there are is decided elsewhere: by --worker, by themselves when they join,
+"""What operators do to workers.
+
+Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it. Some
+also go to the encoders that are connected: a lost one has no state to be changed.
+
+Single workers, to list and drain them. Which there are is decided elsewhere: by --worker, by themselves when they join,
 by Ray or Kubernetes.
 """
 
