@@ -124,7 +124,6 @@ def without_values(header: bytes, names: Collection[str]) -> bytes:
         for one in _DECODER.decode(header).fields
     ]
     return _ENCODER.encode(HeaderFields(fields))
-    )
 
 
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:
