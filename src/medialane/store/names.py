@@ -1,5 +1,5 @@
-"""What clients may name instead of sending it again: media by a name that they chose (`Aliases`: vLLM's `uuid`), features
-by their hash (`KnownFeatures`). Pure: clock and records are injected.
+"""What clients may name instead of sending it again: media by a name that they chose (`Aliases`: vLLM's `uuid`), and
+features by their hash (`KnownFeatures`). Pure: clock and records are injected.
 
 A chosen name is bound, per client's key and tenant (`cache_salt`, or none), to the hash of the content that was sent
 with it first, until it expires: nobody else can make it name other content meanwhile. It is not a cache key: if a
