@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig, RoutingRequest
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FakeLink
 from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.testing.simulated.scheduler import Step

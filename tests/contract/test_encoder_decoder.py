@@ -11,7 +11,7 @@ from tiny_families import FAMILIES
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from medialane.gateway.wave import wave_bytes
+from medialane.gateway.request.store_features import wave_bytes
 from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange

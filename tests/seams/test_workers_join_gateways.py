@@ -11,7 +11,7 @@ from joined_gateway import PROCESSOR, RPC, Gateway
 from prometheus_client import generate_latest
 
 from medialane.gateway import GatewayConfig, health_of
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress

@@ -25,10 +25,9 @@ from medialane.gateway import metrics_key
 from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.media import items_named
-from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CheckReport, encode
 from medialane.tools.check.run import run_check
-from medialane.tools.check.servers import Setup
+from medialane.tools.check.servers import CheckProgress, Setup
 from medialane.tools.check.tensors import TensorReport, compare_tensors
 from medialane.types.errors import StartupFailed
 

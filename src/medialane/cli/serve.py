@@ -343,7 +343,7 @@ class RayServe:
         self, own: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
     ) -> RemoteSupervisor:
         """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
-        from medialane.cli.gateway_client import read_state
+        from medialane.cli.status import read_state
 
         config = self.config
         url = local.base_url(config, vllm_args)

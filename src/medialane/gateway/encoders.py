@@ -25,9 +25,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import msgspec
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.handover import feature_payload
 from medialane.gateway.records import RequestRecord
-from medialane.gateway.transports import ShmTransport
+from medialane.gateway.request.transfer_paths import ShmTransport, feature_payload
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics

@@ -10,7 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.cli import main
-from medialane.cli.gateway_client import Gateway, Host, Link, parse_state, read_state, worker_host
+from medialane.cli.status import Gateway, Host, Link, parse_state, read_state, worker_host
 from medialane.gateway import Health
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed

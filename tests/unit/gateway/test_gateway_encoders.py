@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import Encoders, GatewayConfig, RequestRecord, ShmTransport, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import EncodeCosts, RoutingConfig
-from medialane.testing.fake_handler import FAKE_CARD
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FAKE_CARD, FakeLink
 from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.media import MediaSize
 from medialane.types.request import EncoderCard, OutputDelta

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import BoundedServer, GatewayConfig, IntakeMiddleware, ScopeMiddleware, http_bounds
 from medialane.gateway.http import MAX_TARGET_BYTES
-from medialane.gateway.http import protocol as module
+from medialane.gateway.http import server as module
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.loop_fairness import LoopFairness

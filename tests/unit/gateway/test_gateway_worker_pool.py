@@ -13,7 +13,7 @@ from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLi
 from medialane.gateway.worker_link import RpcClient
 from medialane.gateway.worker_pool import on_hosts_of
 from medialane.observability import Metrics
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     InvalidRequest,

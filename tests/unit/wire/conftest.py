@@ -10,7 +10,7 @@ from rpc_raw_gateway import RawGateway
 
 from certificates import tls_settings
 from medialane.gateway.worker_link import RpcClient
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome
 from medialane.worker.gateway_link import RpcServer
 

@@ -5,7 +5,7 @@ import sys
 
 import uvloop
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.wire import RpcConfig
 from medialane.worker.gateway_link import RpcServer
 

@@ -15,7 +15,7 @@ from rpc_requests import engine_request, tokens_of
 
 from certificates import tls_settings
 from medialane.gateway.worker_link import RpcClient
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, MedialaneError
 from medialane.wire import Hello, Role, RpcConfig, Security, acceptor, append_frame, pending
 from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets

@@ -10,7 +10,7 @@ from rpc_reports import Reported
 from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.gateway.worker_link import RpcClient
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,

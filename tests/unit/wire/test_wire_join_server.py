@@ -7,7 +7,7 @@ import pytest
 from rpc_requests import engine_request, tokens_of
 
 from medialane.gateway.worker_link import JoinServer
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import (
     PROTOCOL_VERSION,

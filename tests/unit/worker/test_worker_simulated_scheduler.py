@@ -1,9 +1,8 @@
 import pytest
 
-from medialane.testing.simulated.block_pool import BlockPool
 from medialane.testing.simulated.encoder import EncoderCache
 from medialane.testing.simulated.scheduler import Scheduler
-from medialane.testing.simulated.sequence import Item, SimulatedSequence, answer_of
+from medialane.testing.simulated.sequence import BlockPool, Item, SimulatedSequence, answer_of
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import BlockStored
 

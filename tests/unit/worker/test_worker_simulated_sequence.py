@@ -1,7 +1,6 @@
 import pytest
 
-from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.testing.simulated.sequence import BlockPool, Item, SimulatedSequence
 from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.feature import PlaceholderRange
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from medialane.testing.simulated.block_pool import Block, BlockPool
 from medialane.testing.simulated.encoder import EncoderCache
-from medialane.testing.simulated.sequence import SimulatedSequence
+from medialane.testing.simulated.sequence import Block, BlockPool, SimulatedSequence
 from medialane.types.kv_events import KvEvent
 
 

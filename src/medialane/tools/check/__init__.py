@@ -8,10 +8,10 @@ from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Uplo
 from medialane.tools.check.client import CheckClient
 from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.media import items_named
-from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CaseResult, CheckReport, compare, decode, encode
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import (
+    CheckProgress,
     Launch,
     ServerProcess,
     Setup,

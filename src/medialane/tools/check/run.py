@@ -11,10 +11,17 @@ from medialane import __version__
 from medialane.cluster.placement import installed_version
 from medialane.tools.check.case import Answer, Case, EndpointKind, Limits
 from medialane.tools.check.kinds import KINDS
-from medialane.tools.check.limits import learn_limits
-from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.media import learn_limits
 from medialane.tools.check.results import CaseResult, CheckReport, judge, logged_notes, weak_notes
-from medialane.tools.check.servers import OUR_LOG, RevivedServer, Setup, both_servers, medialane_server, plain_server
+from medialane.tools.check.servers import (
+    OUR_LOG,
+    CheckProgress,
+    RevivedServer,
+    Setup,
+    both_servers,
+    medialane_server,
+    plain_server,
+)
 from medialane.types.errors import StartupFailed
 
 _Side = Literal["plain", "ours"]

@@ -1,5 +1,5 @@
 """The servers of the check, plain vLLM and medialane: processes in groups of their own, alone or side by side, each
-started again after a request has ended it, so that the next case has an answer.
+started again after a request has ended it, so that the next case has an answer. `CheckProgress` shows what they do.
 
 A server leads its own process group, so that all of its processes are killed with it. If this process is killed, the
 kernel stops the server, and an orphan reaper what is left of its group. The server is polled, not watched by a loop's
@@ -15,11 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
 
 from medialane.cluster import HttpAnswers
 from medialane.cluster.child_process import spawn_leader
@@ -30,7 +34,6 @@ from medialane.runtime.private_files import private
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.tools.check.case import Answer, Request
 from medialane.tools.check.client import CheckClient
-from medialane.tools.check.progress import CheckProgress
 from medialane.types.errors import StartupFailed
 
 #: Plain vLLM's API server, as arguments of Python.
@@ -44,6 +47,59 @@ _reservations = ExitStack()
 _POLL_S = 0.1
 _LOG_LINES = 30
 _LINE_CHARS = 400
+
+
+#: Without a terminal: interval at which long work is reported again.
+REMIND_S = 15.0
+TICK_S = 1.0
+
+
+class CheckProgress:
+    """Writes to `console`; `close` removes the live line."""
+
+    def __init__(self, console: Console, *, tick_s: float = TICK_S, remind_s: float = REMIND_S) -> None:
+        self._tick_s, self._remind_s = tick_s, remind_s
+        self._console = console
+        self._status = console.status("starting") if console.is_terminal else None
+        self._reported = time.monotonic()
+        if self._status is not None:
+            self._status.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    def case(self, number: int, total: int, name: str) -> None:
+        self._show(f"{number}/{total} {name}")
+
+    @asynccontextmanager
+    async def starting(self, name: str, phases: PhaseFile | None = None) -> AsyncIterator[None]:
+        """Show that a server starts, and its phase if it reports any, until the end of the block."""
+        started = time.monotonic()
+        self.note(f"{name}: starting")
+        ticking = asyncio.create_task(self._tick(name, phases, started), name=f"progress of {name}")
+        try:
+            yield
+        finally:
+            ticking.cancel()
+        self.note(f"{name}: ready after {time.monotonic() - started:.0f} s")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._status is not None:
+            self._status.stop()
+
+    async def _tick(self, name: str, phases: PhaseFile | None, started: float) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            phase = phases.read() if phases is not None else None
+            self._show(f"{name}: {phase or 'starting'}, {time.monotonic() - started:.0f} s")
+
+    def _show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(escape(text))
+        elif time.monotonic() - self._reported >= self._remind_s:
+            self._reported = time.monotonic()
+            self.note(text)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import msgspec
 
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.private_files import write_private
-from medialane.tools.check.progress import CheckProgress
-from medialane.tools.check.servers import Setup, log_tail, logged_process, wait_ended
+from medialane.tools.check.servers import CheckProgress, Setup, log_tail, logged_process, wait_ended
 from medialane.types.errors import StartupFailed
 from medialane.types.media import Modality
 from medialane.types.tensor import FieldComparison, PixelNormalisation

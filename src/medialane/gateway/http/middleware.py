@@ -54,7 +54,7 @@ from medialane.gateway.records import (
     log_end,
     request_report,
 )
-from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
+from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
@@ -64,7 +64,9 @@ from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequ
 from medialane.types.media import MODALITIES
 
 Scope = MutableMapping[str, Any]
+
 Send = Callable[[Message], Awaitable[None]]
+
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 
 #: Requests a report, as does the body's member `medialane`.
 REPORT_HEADER = b"x-medialane-report"
+
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
 #: What operators do to look at requests is none of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar, cast
@@ -13,8 +14,7 @@ from numpy.typing import NDArray
 
 from medialane.arena import ENTRY_HEADER_BYTES, layout
 from medialane.gateway.admission import MustWait
-from medialane.gateway.image_budget import ImageBudget
-from medialane.gateway.wave import wave_bytes
+from medialane.gateway.request.assembly import ImageBudget
 from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
@@ -45,6 +45,31 @@ from medialane.types.hashing import content_hash, feature_key, merged_options, t
 from medialane.types.media import EncodedMedia, MediaRef, MediaSize, naming
 from medialane.types.stats import PoolStats
 from medialane.types.tensor import ArenaRange
+
+#: RIFF header, `fmt ` and `fact` chunks (the latter is required for floats), header of the `data` chunk.
+_HEADER = struct.Struct("<4sI4s 4sIHHIIHHH 4sII 4sI")
+
+_FLOAT = 3
+
+_SAMPLE_BYTES = 4
+
+
+def wave_size(num_samples: int) -> int:
+    """Return the size of the file in bytes."""
+    return _HEADER.size + _SAMPLE_BYTES * num_samples
+
+
+def wave_bytes(samples: NDArray[np.float32], sample_rate: int) -> bytes:
+    """Return the file. Equal samples give equal bytes (libsndfile adds the time)."""
+    num_bytes = samples.nbytes
+    header = _HEADER.pack(
+        *(b"RIFF", _HEADER.size - 8 + num_bytes, b"WAVE"),
+        *(b"fmt ", 18, _FLOAT, 1, sample_rate, sample_rate * _SAMPLE_BYTES, _SAMPLE_BYTES, 8 * _SAMPLE_BYTES, 0),
+        *(b"fact", 4, samples.size),
+        *(b"data", num_bytes),
+    )
+    return b"".join((header, np.ascontiguousarray(samples, "<f4").data))
+
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024

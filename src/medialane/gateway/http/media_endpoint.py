@@ -17,7 +17,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import LEASE_PATH, MEDIA_PATH
 from medialane.gateway.http.asgi import header, query_fields, send_response
 from medialane.gateway.intake import check_salt
-from medialane.gateway.scope import RequestScope, current_scope
+from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store.client import StoreLink
 from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, Proceed, PutMedia, Question, SendData
@@ -32,7 +32,7 @@ from medialane.types.media import MODALITIES, Alias, Modality
 from medialane.types.media_lease import LeasedMedia, is_hash, salt_of
 from medialane.types.tensor import ArenaRange
 
-if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 

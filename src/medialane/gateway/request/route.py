@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.records import EmbeddingOutcome, embedding_outcome
+from medialane.gateway.request.expansions import Expansions, Item
 from medialane.gateway.routed_worker import RoutedWorker
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.worker_link.link import WorkerLink

@@ -1,4 +1,6 @@
-"""The media of one request, in the form for each stage that the request needs."""
+"""The media of one request, in the form for each stage that it needs; and the features that its client names, or whose
+tensors it sends.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from typing import Any
 import msgspec
 
 from medialane.arena import describe
-from medialane.gateway.assembly import Assembly
-from medialane.gateway.image_budget import ImageBudget
-from medialane.gateway.scope import RequestScope
-from medialane.gateway.store_features import StoreFeatures
+from medialane.gateway.request.assembly import Assembly, ImageBudget
+from medialane.gateway.request.scope import RequestScope
+from medialane.gateway.request.store_features import StoreFeatures
 from medialane.observability.timeline import StageTimeline
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import HandoverFailed, MedialaneError
-from medialane.types.feature import Feature, FoundItem, MediaPrompt, StagedItem
+from medialane.types.feature import (
+    Feature,
+    FoundItem,
+    MediaPrompt,
+    StagedItem,
+)
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.stage import BEST_STAGE, STAGES, StageName
 from medialane.types.tensor import TensorSpec

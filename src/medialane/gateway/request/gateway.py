@@ -1,11 +1,11 @@
-"""Serves one request: prepare, route, transfer, stream, release."""
+"""What vLLM's app calls for a request: its media are prepared, then it is run (`run`)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,22 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.gateway.administration import administer
-from medialane.gateway.admission import Admission, Queues, SharedCounts, Ticket
-from medialane.gateway.assembly import Assembly
-from medialane.gateway.attempts import Sender
-from medialane.gateway.client_features import ClientFeatures, expanded_prompt
+from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.generation import Generation
-from medialane.gateway.image_budget import ImageBudget
-from medialane.gateway.plain_hashes import PlainHashes
-from medialane.gateway.references import FEATURE_SCHEME
-from medialane.gateway.request_media import RequestMedia
-from medialane.gateway.route import Routes
-from medialane.gateway.scope import RequestScope, current_scope, while_connected
-from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.transports import Transports
-from medialane.gateway.wave import wave_size
+from medialane.gateway.intake import placeholder_field
+from medialane.gateway.intake.references import FEATURE_SCHEME
+from medialane.gateway.request.assembly import Assembly, ImageBudget
+from medialane.gateway.request.media import RequestMedia
+from medialane.gateway.request.plain_hashes import PlainHashes
+from medialane.gateway.request.route import Routes
+from medialane.gateway.request.run import RequestRunner
+from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
+from medialane.gateway.request.store_features import StoreFeatures, wave_size
+from medialane.gateway.request.transfer_paths import Transports
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
@@ -39,16 +36,22 @@ from medialane.types.errors import (
     ClientDisconnected,
     ClientTooSlow,
     FeatureUnsupported,
+    InvalidFeature,
     InvalidRequest,
     MedialaneError,
-    PromptRejected,
     PromptTooLong,
     UnknownMedia,
-    WorkerLost,
 )
-from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.types.feature import (
+    Feature,
+    FoundItem,
+    MediaPrompt,
+    PlacedFeature,
+    PlaceholderRange,
+    PreparedPrompt,
+    StagedItem,
+)
 from medialane.types.hashing import merged_options
-from medialane.types.kv_events import BlockIds
 from medialane.types.media import MediaRef, audio_io
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.types.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
@@ -56,6 +59,7 @@ from medialane.types.stats import WaitStats
 
 if TYPE_CHECKING:
     from medialane.routing import Router
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,27 +88,14 @@ class Gateway:
         self._transports = transports
         self._features = features
         self._assembly = Assembly(assembler)
-        self._client_features = ClientFeatures(config, features, self._assembly)
+        self._has_features = config.stage in ("auto", BEST_STAGE)
         self._accepts_item_options = assembler.accepts_item_options
         self._fallback_stages = assembler.fallback_stages
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
         self._metrics = metrics
-        self._encoders = encoders
-        self._sender = Sender(
-            config=config,
-            transports=transports,
-            features=features,
-            workers=workers,
-            routes=self.routes,
-            metrics=metrics,
-            encoder_ms_per_token=router.config.encoder_ms_per_token,
-            stage_for=self._stage_for,
-        )
-        self._generation = Generation(self._sender)
         self._admission = Admission(config.max_requests, tenant_share=config.tenant_share)
         self.queues: Queues | None = None
-        self._has_priorities = has_priorities
         self._plain = plain
         if config.queue_requests:
             self.queues = Queues(
@@ -115,6 +106,19 @@ class Gateway:
                 counts=counts,
                 has_priorities=has_priorities,
             )
+        self._runner = RequestRunner(
+            config=config,
+            transports=transports,
+            features=features,
+            workers=workers,
+            routes=self.routes,
+            metrics=metrics,
+            encoders=encoders,
+            queues=self.queues,
+            has_priorities=has_priorities,
+            encoder_ms_per_token=router.config.encoder_ms_per_token,
+            stage_for=self._stage_for,
+        )
 
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
@@ -191,8 +195,7 @@ class Gateway:
 
     @while_connected
     async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
-        scope = self._admitted()
-        item = await self._client_features.find(ref, scope, encoder="" if with_tensors else self._encoder)
+        item = await self._named(ref, self._admitted(), encoder="" if with_tensors else self._encoder)
         if item.feature.modality != ref.modality:
             raise UnknownMedia("unknown or expired feature: send its tensors or media", param=ref.param)
         return item
@@ -201,20 +204,52 @@ class Gateway:
     async def named_feature(self, mm_hash: str, salt: str) -> Feature:
         scope = self._admitted()
         ref = scope.owned(MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True))
-        return (await self._client_features.find(ref, scope)).feature
+        return (await self._named(ref, scope)).feature
 
     @while_connected
     async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
-        return await self._client_features.put(ref, item, self._admitted())
+        """Return the feature of tensors that a client has sent, under a key of ours."""
+        scope = self._admitted()
+        self._check_stage(ref)
+        with scope.record.finding(ref) as timeline:
+            found = await self._features.put(ref, item, timeline)
+        return _held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
 
     @while_connected
     async def place(
         self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange]
     ) -> PreparedPrompt:
-        source = expanded_prompt(token_ids, items)
-        media = RequestMedia(source, self._features, self._admitted(), self._assembly, encoder=self._encoder)
+        """Return the prompt of these items, each at its range, which says only where its placeholder is. Raises
+        InvalidRequest unless the prompt has the placeholders of the items there."""
+        source, scope = MediaPrompt(token_ids, tuple(item.ref for item in items)), self._admitted()
+        media = RequestMedia(source, self._features, scope, self._assembly, encoder=self._encoder)
         media.have(BEST_STAGE, items)
-        return await self._client_features.place(token_ids, items, ranges, media)
+        features = tuple(item.feature for item in items)
+        try:
+            placed = await self._assembly.place(token_ids, features, ranges)
+        except InvalidFeature as error:
+            raise error.at("features") from error
+        for item, given, place in zip(items, ranges, placed, strict=True):
+            if place is None:
+                message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
+                raise InvalidRequest(message, param=placeholder_field(item.ref))
+        places = [place for place in placed if place is not None]
+        scope.record.prepared(items, [place.num_embeds for place in places], is_reported=scope.wants_report)
+        mm_hashes = tuple(feature.mm_hash for feature in features)
+        return PreparedPrompt(token_ids, tuple(map(PlacedFeature, features, places)), mm_hashes, source, media)
+
+    async def _named(self, ref: MediaRef, scope: RequestScope, *, encoder: str = "") -> StagedItem:
+        """Return the feature that the client of `ref` names, made again if it was evicted. Raises UnknownMedia."""
+        self._check_stage(ref)
+        named = msgspec.structs.replace(ref, data=None)
+        budget = ImageBudget(self._assembly, b"{}", scope.preparation)
+        with scope.record.finding(ref) as timeline:
+            found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+        return _held(named, found, scope)
+
+    def _check_stage(self, ref: MediaRef) -> None:
+        if not self._has_features:
+            raise InvalidRequest("features are not used by this server (--stage): send the media", param=ref.param)
 
     def _admitted(self) -> RequestScope:
         scope = current_scope()
@@ -315,30 +350,11 @@ class Gateway:
         images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
         return b'{"images":[%b]}' % b",".join(images)
 
-    async def generate(
+    def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Generate at the best worker, its media transferred by the first transfer path that works; at another worker
-        if that is lost, where an answer that has begun goes on if it is `continuable`.
-
-        `prepared` is the result of `prepare`, None for text. Closing the generator aborts the request at the worker.
-        Raises MedialaneError.
-        """
-        scope, block_ids = current_scope(), dict[int, BlockIds]()
-        request = msgspec.structs.replace(request, cache_salt=scope.salt(request.cache_salt))
-        try:
-            prepared = await self._with_embeddings(request, prepared, scope, block_ids)
-            request = self._prioritized(request, scope)
-            ticket = await self._ticket(request, prepared, scope)
-            call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
-            call = call._replace(ticket=ticket)
-            async with aclosing(self._generation.answer(call)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except MedialaneError as error:
-            # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
-            scope.fail(self._for_client(error), app_responds=isinstance(error, PromptRejected))
-            raise
+        """See `RequestRunner.generate`."""
+        return self._runner.generate(request, prepared, continuable)
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""
@@ -355,57 +371,6 @@ class Gateway:
         self._assembly.close()
         if self._plain is not None:
             self._plain.close()
-
-    def _prioritized(self, request: EngineRequest, scope: RequestScope) -> EngineRequest:
-        """Return the request with the most urgent priority that its tenant may have, at most."""
-        if scope.tenant is None or not self._has_priorities:
-            return request
-        return msgspec.structs.replace(request, priority=scope.tenant.priority(request.priority))
-
-    @while_connected
-    async def _ticket(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
-    ) -> Ticket | None:
-        """Wait until the request may be sent to an engine. Raises NoWorkerReady, QueueFull, QueueTimeout."""
-        if self.queues is None:
-            return None
-        if scope.preparation is not None:
-            scope.preparation.end()
-        self.check_ready()
-        return await self.queues.engine(scope, len(request.prompt.token_ids), has_media=prepared is not None)
-
-    def _for_client(self, error: MedialaneError) -> MedialaneError:
-        """How a worker was lost is no matter of the client, but when there will be one again."""
-        if not isinstance(error, WorkerLost):
-            return error
-        is_out = not self._workers.num_ready
-        return WorkerLost(error.message, retry_after_s=self._workers.retry_after_s if is_out else error.retry_after_s)
-
-    @while_connected
-    async def _with_embeddings(
-        self,
-        request: EngineRequest,
-        prepared: PreparedPrompt | None,
-        scope: RequestScope,
-        block_ids: dict[int, BlockIds],
-    ) -> PreparedPrompt | None:
-        """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent. For
-        `block_ids` see `Routes.new_items`."""
-        digest = self.routes.encoder
-        if prepared is None or self._encoders is None or not self._encoders.is_ready(digest):
-            return prepared
-        new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
-        if not new or not (hashes := self.routes.new_items(request, prepared, block_ids)):
-            return prepared
-        new = [placed for placed in new if placed.feature.mm_hash in hashes]
-        scope.timeline.enter("encode")
-        headers = None if scope.trace is None else scope.trace.headers
-        encoded = await self._encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
-        if not encoded:
-            return prepared
-        features = await prepared.media.with_embeddings(encoded)
-        placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
-        return msgspec.structs.replace(prepared, features=tuple(placed))
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         if any(ref.is_feature for ref in prompt.items):
@@ -440,3 +405,10 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
+
+
+def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:
+    """Return the item of a client's feature, which the scope holds."""
+    scope.defer(found.hold.release)
+    scope.timeline.num_embeddings += found.value.embedding is not None
+    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)

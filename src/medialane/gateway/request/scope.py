@@ -19,8 +19,8 @@ import msgspec
 from msgspec.structs import replace
 
 from medialane.gateway.intake import BudgetCharge
+from medialane.gateway.intake.references import References
 from medialane.gateway.records import RequestRecord, RequestTrace
-from medialane.gateway.references import References
 from medialane.types.errors import (
     ClientDisconnected,
     ErrorReport,
@@ -33,10 +33,12 @@ from medialane.types.hashing import owner_salt
 from medialane.types.media import MediaRef
 from medialane.types.media_lease import TENANT
 
-if TYPE_CHECKING:  # admission defers to scopes
+if TYPE_CHECKING:
     from medialane.gateway.admission import Arrival, Preparation, Tenant
 
+
 P = ParamSpec("P")
+
 T = TypeVar("T")
 
 _DISCONNECTED = "the client has disconnected"

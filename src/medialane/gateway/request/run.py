@@ -1,7 +1,12 @@
-"""Attempts to have one request answered: each is one request to one worker, by one transfer path.
+"""Runs one request: it is admitted, sent to a worker, streamed, and goes on at another worker if its own is lost.
 
-While none has given any output, a request is repeated whole: by the next transfer path, or at another worker if its own
-is lost, busy or refuses what it was sent. The scope of the request holds the media meanwhile.
+Theory of operation. An *attempt* is one request to one worker, by one transfer path. While none has given any output, a
+request is repeated whole: by the next transfer path, or at another worker if its own is lost, busy or refuses what it
+was sent. The scope of the request holds the media meanwhile.
+
+Once there is output, what the client has had stands (`answer`). Each choice that is not finished goes on as a request
+of its own: its prompt is the first one's, with the same media, and behind it the tokens that were delivered. What needs
+the lost engine's state cannot go on, and ends with WorkerLost.
 """
 
 from __future__ import annotations
@@ -11,24 +16,26 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from typing import NamedTuple
 
 import msgspec
 
-from medialane.gateway.admission import Ticket
+from medialane.gateway.admission import Queues, Ticket
+from medialane.gateway.admission.concurrency import OldestFirst
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.handover import prompt_for
-from medialane.gateway.oldest_first import OldestFirst
-from medialane.gateway.records import AttemptTrace, Sent
-from medialane.gateway.route import Route, Routes
-from medialane.gateway.scope import RequestScope, while_connected
-from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.transports import TransferPath, Transports
+from medialane.gateway.encoders import Encoders
+from medialane.gateway.records import AttemptTrace
+from medialane.gateway.request.answer import Answer, Choice
+from medialane.gateway.request.route import Route, Routes
+from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
+from medialane.gateway.request.store_features import StoreFeatures
+from medialane.gateway.request.transfer_paths import TransferPath, Transports, prompt_for
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.gateway.worker_pool import WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
+from medialane.runtime.tasks import merged
 from medialane.types.errors import (
     AdapterChanged,
     GenerationFailed,
@@ -37,12 +44,13 @@ from medialane.types.errors import (
     MedialaneError,
     MediaLost,
     NoWorkerReady,
+    PromptRejected,
     RequestEndsWorkers,
     WorkerBusy,
     WorkerDraining,
     WorkerLost,
 )
-from medialane.types.feature import MediaPrompt, PreparedPrompt
+from medialane.types.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.types.kv_events import BlockIds
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.types.stage import StageChoice
@@ -51,14 +59,17 @@ logger = logging.getLogger(__name__)
 
 #: A worker that is lost so soon after a request was sent to it, and has not answered it, may have been ended by it.
 SUSPICIOUS_S = 2.0
+
 #: After so many of them the request is refused.
 _NUM_SUSPICIOUS = 2
+
 #: So long it is waited before that for one of them to connect again: then only its connection was cut.
 _BACK_S = 2.0
 
 #: Requests that have moved and have no output of their new worker yet, per ready worker: those of a lost one come all
 #: at once, and new requests must not wait behind all of their prefills.
 MOVING_PER_WORKER = 16
+
 #: So long at most each counts: of an answer that is not streamed, the first output is the last.
 _MOVING_S = 1.0
 
@@ -98,8 +109,8 @@ class Call(NamedTuple):
     ticket: Ticket | None = None
 
 
-class Sender:
-    """Chooses workers and transfer paths, and sends requests. One for all requests of a gateway."""
+class RequestRunner:
+    """Answers the requests of one gateway: chooses workers and transfer paths, and sends. One event loop."""
 
     def __init__(
         self,
@@ -110,16 +121,23 @@ class Sender:
         workers: WorkerPool,
         routes: Routes,
         metrics: Metrics,
+        encoders: Encoders | None,
+        queues: Queues | None,
+        has_priorities: bool,
         encoder_ms_per_token: float,
         stage_for: Callable[[MediaPrompt], StageChoice],
     ) -> None:
-        """`stage_for` returns the configured stage of a prompt with media."""
-        self.config = config
+        """With `has_priorities`, engines are scheduled by priority. `stage_for` returns the configured stage of a
+        prompt with media."""
         self.workers = workers
         self.routes = routes
         self.metrics = metrics
+        self._config = config
         self._transports = transports
         self._features = features
+        self._encoders = encoders
+        self._queues = queues
+        self._has_priorities = has_priorities
         self._encoder_ms_per_token = encoder_ms_per_token
         self._stage_for = stage_for
         self._num_sent = 0
@@ -127,29 +145,155 @@ class Sender:
         self._gateway_id = secrets.token_hex(4)
         self.moving = OldestFirst(lambda: MOVING_PER_WORKER * workers.num_ready)
 
-    def route(
+    async def generate(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Generate at the best worker, its media transferred by the first transfer path that works; at another worker
+        if that is lost, where an answer that has begun goes on if it is `continuable`.
+
+        `prepared` is the prompt with its media, None for text. Closing the generator aborts the request at the worker.
+        Raises MedialaneError.
+        """
+        scope = current_scope()
+        try:
+            async with scope.connected():
+                call = await self._admit(request, prepared, scope, continuable)
+            answer, attempts = Answer(), Attempts(self, call)
+            try:
+                async with aclosing(attempts.deltas()) as deltas:
+                    async for delta in deltas:
+                        answer.add(delta)
+                        yield delta
+                return
+            except WorkerLost as error:
+                if not attempts.has_begun:
+                    raise
+                parts = self._parts(attempts.call, answer, error)
+            num_left = len(parts)
+            async with aclosing(merged(parts)) as deltas:
+                async for delta in deltas:
+                    num_left -= delta.finished
+                    yield answer.continued(delta, is_last=not num_left)
+        except MedialaneError as error:
+            # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
+            scope.fail(self._for_client(error), app_responds=isinstance(error, PromptRejected))
+            raise
+
+    async def _admit(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        scope: RequestScope,
+        continuable: Continuable | None,
+    ) -> Call:
+        """Wait until the request may be sent to an engine, and choose that of a worker. Raises NoWorkerReady,
+        QueueFull, QueueTimeout."""
+        request = msgspec.structs.replace(request, cache_salt=scope.salt(request.cache_salt))
+        block_ids: dict[int, BlockIds] = {}
+        if prepared is not None and self._encoders is not None:
+            prepared = await self._encoded(request, prepared, self._encoders, scope, block_ids=block_ids)
+        if scope.tenant is not None and self._has_priorities:
+            request = msgspec.structs.replace(request, priority=scope.tenant.priority(request.priority))
+        ticket = None
+        if self._queues is not None:
+            if scope.preparation is not None:
+                scope.preparation.end()
+            self.workers.check_ready()
+            num_tokens = len(request.prompt.token_ids)
+            ticket = await self._queues.engine(scope, num_tokens, has_media=prepared is not None)
+        route, paths = self._choose(request, prepared, scope, block_ids=block_ids)
+        return Call(request, prepared, scope, route, paths, continuable, ticket=ticket)
+
+    async def _encoded(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt,
+        encoders: Encoders,
+        scope: RequestScope,
+        *,
+        block_ids: dict[int, BlockIds],
+    ) -> PreparedPrompt:
+        """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent. For
+        `block_ids` see `Routes.new_items`."""
+        digest = self.routes.encoder
+        if not encoders.is_ready(digest):
+            return prepared
+        new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
+        if not new or not (hashes := self.routes.new_items(request, prepared, block_ids)):
+            return prepared
+        new = [placed for placed in new if placed.feature.mm_hash in hashes]
+        scope.timeline.enter("encode")
+        headers = None if scope.trace is None else scope.trace.headers
+        encoded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
+        if not encoded:
+            return prepared
+        features = await prepared.media.with_embeddings(encoded)
+        placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
+        return msgspec.structs.replace(prepared, features=tuple(placed))
+
+    def _parts(self, call: Call, answer: Answer, error: WorkerLost) -> Sequence[AsyncGenerator[OutputDelta, None]]:
+        """Return the streams of what is left of an answer that has begun. Raises WorkerLost if it cannot go on."""
+        continuable = call.continuable
+        if continuable is None or continuable.obstacle or not self._config.migration_limit:
+            self.metrics.count_migration(error.code, "impossible")
+            obstacle = continuable.obstacle if continuable is not None else ""
+            reason = f", and {obstacle} cannot go on at another one" if obstacle else ""
+            raise WorkerLost(f"the worker was lost during generation{reason}") from error
+        return [self._rest(call, continuable, choice, error) for choice in answer.unfinished(continuable.num_choices)]
+
+    async def _rest(
+        self, call: Call, continuable: Continuable, choice: Choice, error: WorkerLost
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream the rest of one choice from other workers."""
+        while not choice.is_finished:
+            rest = continuable.rest(choice.index, choice.token_ids, cumulative_logprob=choice.cumulative_logprob)
+            left = msgspec.structs.replace(
+                call.request, sampling_params=rest.sampling_params, generated=list(choice.token_ids)
+            )
+            attempts = Attempts(self, call._replace(request=left), lost=error)
+            try:
+                async with aclosing(attempts.deltas()) as deltas:
+                    async for delta in deltas:
+                        completions = [rest.restore(completion) for completion in delta.completions]
+                        for completion in completions:
+                            choice.add(completion)
+                        yield msgspec.structs.replace(delta, completions=completions, finished=choice.is_finished)
+                        if choice.is_finished:  # by a stop string, of which the worker knows nothing
+                            return
+            except WorkerLost as again:
+                if not attempts.has_begun:
+                    raise
+                call, error = attempts.call, again
+
+    def _for_client(self, error: MedialaneError) -> MedialaneError:
+        """How a worker was lost is no matter of the client, but when there will be one again."""
+        if not isinstance(error, WorkerLost):
+            return error
+        is_out = not self.workers.num_ready
+        return WorkerLost(error.message, retry_after_s=self.workers.retry_after_s if is_out else error.retry_after_s)
+
+    def _choose(
         self,
         request: EngineRequest,
         prepared: PreparedPrompt | None,
         scope: RequestScope,
         *,
-        continuable: Continuable | None = None,
         excluded: frozenset[str] = frozenset(),
         block_ids: dict[int, BlockIds] | None = None,
-    ) -> Call:
+    ) -> tuple[Route, Sequence[TransferPath | None]]:
         """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
         self.workers.check_ready()
         with scope.timeline.measure("route") as step:
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
             step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
-            return Call(request, prepared, scope, route, self._paths(route.link, prepared), continuable)
+            return route, self._paths(route.link, prepared)
 
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
         call.scope.release(call.route.routed.release)
-        again = self.route(call.request, call.prepared, call.scope, excluded=excluded)
-        return call._replace(route=again.route, paths=again.paths)
+        route, paths = self._choose(call.request, call.prepared, call.scope, excluded=excluded)
+        return call._replace(route=route, paths=paths)
 
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
@@ -160,9 +304,9 @@ class Sender:
         gone = (*call.lost, link.name)
         lost = call.lost if is_planned else gone
         call.scope.release(call.route.routed.release)
-        if len(lost) > self.config.migration_limit:
+        if len(lost) > self._config.migration_limit:
             raise error
-        give_up_at = time.monotonic() + self.config.migration_timeout_s
+        give_up_at = time.monotonic() + self._config.migration_timeout_s
         while True:
             addresses = {name: each.address for name, each in self.workers.links.items()}
             is_back = link.client is not None and link.client is not call.route.client
@@ -176,13 +320,13 @@ class Sender:
 
     async def any_ready(self, error: WorkerLost) -> None:
         """Wait until any worker is ready. Raises WorkerLost if none is in time."""
-        give_up_at = time.monotonic() + self.config.migration_timeout_s
+        give_up_at = time.monotonic() + self._config.migration_timeout_s
         while not self.workers.num_ready:
             await self._changed_before(give_up_at, error)
 
     async def _changed_before(self, give_up_at: float, error: WorkerLost) -> None:
         if not await self.workers.changed_before(give_up_at):
-            timeout = f"no worker was ready within {self.config.migration_timeout_s:g} s"
+            timeout = f"no worker was ready within {self._config.migration_timeout_s:g} s"
             raise type(error)(f"{error.message}, and {timeout}", retry_after_s=error.retry_after_s) from error
 
     @while_connected
@@ -224,7 +368,7 @@ class Sender:
             call.ticket.sent()
         if call.scope.arrival is not None:
             call.scope.arrival.sent()
-        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]), is_sent=is_sent)
+        call.scope.record.sending(call.route.routed.decision, call.paths[0], is_sent=is_sent)
 
     @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
@@ -260,10 +404,10 @@ class Attempts:
     """The attempts of one request, until one has begun to give output; `call` is the latest one's. If its worker is
     `lost` already, it moves to another one first."""
 
-    def __init__(self, sender: Sender, call: Call, *, lost: WorkerLost | None = None) -> None:
+    def __init__(self, runner: RequestRunner, call: Call, *, lost: WorkerLost | None = None) -> None:
         self.call = call
         self.has_begun = False
-        self._sender = sender
+        self._runner = runner
         self._lost = lost
         self._sent_at = self._moved_at = 0.0
         self._worker_id = ""
@@ -313,9 +457,9 @@ class Attempts:
     async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
         with self.call.scope.timeline.measure("handover") as step:
             step.detail = trace
-            remote = await self._sender.send(self.call, _headers(self.call, trace))
+            remote = await self._runner.send(self.call, _headers(self.call, trace))
         self._worker_id = self.call.route.link.worker_id
-        self._sender.begin(self.call)
+        self._runner.begin(self.call)
         self._sent_at = remote.sent_at
         self.call.scope.record.prompt_sent()
         return remote
@@ -333,17 +477,17 @@ class Attempts:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if self._lost is not None:
-            self._sender.metrics.observe_migration(first_at - self._moved_at)
+            self._runner.metrics.observe_migration(first_at - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
         if call.scope.arrival is not None and (first.times is not None or not first.finished):
             call.scope.arrival.flow.answered(first_at - self._sent_at)
-        outcomes = self._sender.routes.answered(call.route, call.prepared, first)
+        outcomes = self._runner.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
         call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
-        self._sender.metrics.count_copied(first.movers)
+        self._runner.metrics.count_copied(first.movers)
 
     def _count(self, delta: OutputDelta) -> None:
         """Count the tokens of an output; a cumulative one has all so far."""
@@ -355,7 +499,7 @@ class Attempts:
 
     def _in_the_middle(self, error: MedialaneError) -> MedialaneError:
         if isinstance(error, HandoverFailed):
-            return self._sender.untransferable(error, self.call.prepared)
+            return self._runner.untransferable(error, self.call.prepared)
         return error
 
     async def _try_again(self, error: MedialaneError) -> None:
@@ -388,11 +532,11 @@ class Attempts:
             if len(suspects) < _NUM_SUSPICIOUS:
                 return
             may_return = any(not suspect.is_connected for suspect in suspects)
-            if not may_return or not await self._sender.workers.changed_before(give_up_at):
+            if not may_return or not await self._runner.workers.changed_before(give_up_at):
                 break
         names = " and ".join(suspect.link.name for suspect in suspects)
         logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
-        self._sender.metrics.count_migration(error.code, "refused")
+        self._runner.metrics.count_migration(error.code, "refused")
         raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
 
     @while_connected
@@ -402,15 +546,15 @@ class Attempts:
         self._end_turn()
         try:
             # Before a turn, since there are turns for each ready worker.
-            await self._sender.any_ready(error)
-            self._end_turn = await self._sender.moving.take(self.call.scope.timeline.started_at)
-            self.call = await self._sender.elsewhere(self.call, error)
+            await self._runner.any_ready(error)
+            self._end_turn = await self._runner.moving.take(self.call.scope.timeline.started_at)
+            self.call = await self._runner.elsewhere(self.call, error)
         except WorkerLost as lost:
             logger.warning("request %s ends: %s", self.call.request.request_id, lost.message)
-            self._sender.metrics.count_migration(error.code, "failed")
+            self._runner.metrics.count_migration(error.code, "failed")
             raise
         asyncio.get_running_loop().call_later(_MOVING_S, self._end_turn)
-        self._sender.metrics.count_migration(error.code, outcome)
+        self._runner.metrics.count_migration(error.code, outcome)
         self._sent_at = 0.0
 
     def _where_there_is_room(self, error: MedialaneError) -> Call:
@@ -418,18 +562,18 @@ class Attempts:
         `error` if there is none."""
         busy = self.call.busy | {self.call.route.link.name}
         try:
-            return self._sender.reroute(self.call, busy)._replace(busy=busy)
+            return self._runner.reroute(self.call, busy)._replace(busy=busy)
         except NoWorkerReady:
             raise error from None
 
     async def _by_the_next_path(self, error: HandoverFailed) -> Call:
         call = self.call
         logger.warning("transfer to %s by %s failed: %s", call.route.link.name, call.paths[0], error.message)
-        if await self._sender.drop_embeddings(call.prepared):
+        if await self._runner.drop_embeddings(call.prepared):
             return call  # the same path, with tensors
         if len(call.paths) == 1:
-            raise self._sender.untransferable(error, call.prepared) from error
-        self._sender.metrics.count_fallback(str(call.paths[0]), error.code)
+            raise self._runner.untransferable(error, call.prepared) from error
+        self._runner.metrics.count_fallback(str(call.paths[0]), error.code)
         return call._replace(paths=call.paths[1:])
 
     def _without_features(self, error: InvalidFeature) -> Call:
@@ -440,7 +584,7 @@ class Attempts:
         if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
-        self._sender.metrics.count_fallback(str(refused), error.code)
+        self._runner.metrics.count_fallback(str(refused), error.code)
         return call._replace(paths=sources)
 
 

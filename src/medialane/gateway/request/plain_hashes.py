@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from medialane.gateway.request_media import RequestMedia
-from medialane.gateway.store_features import StoreFeatures
+from medialane.gateway.request.media import RequestMedia
+from medialane.gateway.request.store_features import StoreFeatures
 from medialane.media import MediaConfig, sniff_image
 from medialane.media.data_url import PIXMAP_TYPE
 from medialane.runtime.loop_fairness import LoopFairness
