@@ -18,9 +18,9 @@ reused.
 The first slot has words of the whole arena: no generation above its *ceiling* was ever used, so that none is used
 twice; the first `usable` bytes of the file have been allocated by the kernel. Both contain a checksum.
 
-What an earlier owner has left is checked entry by entry (`read_entries`). A *record* describes what is cached: the key,
-and the `Feature` or `EncodedMedia`, behind the range of its entry. What was damaged must not be used, and what may be in
-use must not be missed: both are a reason not to use the file at all.
+What an earlier owner has left is checked entry by entry (`read_entries`). A *record* describes what is cached: the key
+and the `Feature` or `EncodedMedia`, behind the range of its entry. What was damaged must not be used, and what may be
+in use must not be missed: both are a reason not to use the file at all.
 """
 
 from __future__ import annotations
