@@ -14,7 +14,7 @@ from medialane.prepare import messages as preparers
 from medialane.store import messages as store
 from medialane.transfer import peer_messages as peers
 from medialane.transfer.nixl import RdmaMetadata
-from medialane.transfer.nixl import messages as nixl
+from medialane.transfer.nixl import agent as nixl
 from medialane.transfer.nixl.mover import Offer
 from medialane.types import feature_header
 from medialane.types.errors import InvalidFeature, ProtocolViolation

@@ -66,10 +66,10 @@ from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
-from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.phase import enter_phase, exits_of_host, hang_problems, show_ready, watched
 from medialane.runtime.resources import MemoryUse
 from medialane.runtime.stop import Stop, stopped_by_signals
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.types.errors import GatewayDraining, StartupFailed
 from medialane.types.hashing import digest

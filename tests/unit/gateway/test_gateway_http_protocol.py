@@ -14,7 +14,7 @@ from medialane.gateway.http import MAX_TARGET_BYTES
 from medialane.gateway.http import server as module
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"

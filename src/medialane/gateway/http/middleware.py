@@ -58,8 +58,7 @@ from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, Reques
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.tasks import TAKER
+from medialane.runtime.tasks import TAKER, LoopFairness
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
 from medialane.types.media import MODALITIES
 

@@ -12,8 +12,7 @@ from medialane.gateway.request.media import RequestMedia
 from medialane.gateway.request.store_features import StoreFeatures
 from medialane.media import MediaConfig, sniff_image
 from medialane.media.data_url import PIXMAP_TYPE
-from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.tasks import gather_or_cancel
+from medialane.runtime.tasks import LoopFairness, gather_or_cancel
 from medialane.types.errors import InvalidRequest
 from medialane.types.feature import MediaPrompt, PreparedPrompt
 from medialane.types.hashing import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher

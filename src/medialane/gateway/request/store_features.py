@@ -19,7 +19,7 @@ from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.processor import Described, ProcessedItem
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.store.client import StoreLink
 from medialane.store.holds import HoldCache, StoreHold
 from medialane.store.messages import (

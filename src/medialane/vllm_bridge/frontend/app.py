@@ -23,8 +23,8 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.prepare.processor import Assembler
-from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.stop import Stop
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import MedialaneError
 from medialane.types.hashing import MediaHasher, digest
 from medialane.types.media import MODALITIES

@@ -25,7 +25,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.runtime.loop_fairness import FewPerIteration
+from medialane.runtime.tasks import FewPerIteration
 from medialane.types import admin
 from medialane.types.admin import AddLora, UnloadLora
 from medialane.types.errors import (

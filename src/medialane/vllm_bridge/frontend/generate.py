@@ -13,8 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.tasks import gather_or_cancel
+from medialane.runtime.tasks import LoopFairness, gather_or_cancel
 from medialane.types.errors import InvalidRequest, UnknownMedia
 from medialane.types.feature import PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.types.media import MediaRef, naming
