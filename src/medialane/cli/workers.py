@@ -19,7 +19,7 @@ from rich.table import Table
 
 from medialane.config import ServerConfig, load_config
 from medialane.gateway import admin_key
-from medialane.gateway.worker_control import WorkerInfo
+from medialane.gateway.administration import WorkerInfo
 from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
 

@@ -1,5 +1,6 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
+from medialane.gateway.administration import WorkerControl, WorkerInfo
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
@@ -46,7 +47,6 @@ from medialane.gateway.request.transfer_paths import (
     Transport,
     Transports,
 )
-from medialane.gateway.worker_control import WorkerControl, WorkerInfo
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 

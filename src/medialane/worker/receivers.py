@@ -1,5 +1,5 @@
-"""The worker's ends of transports (the gateway's: `gateway.transports`): what was sent becomes readable bytes, held for
-as long as the engine reads them."""
+"""The worker's ends of transports (the gateway's: `gateway.request.transfer_paths`): what was sent becomes readable
+bytes, held for as long as the engine reads them."""
 
 from __future__ import annotations
 

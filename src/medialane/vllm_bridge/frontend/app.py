@@ -40,7 +40,7 @@ from medialane.vllm_bridge.frontend import (
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
-from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
 from medialane.vllm_bridge.items.options import check_model_io
@@ -369,7 +369,7 @@ def _add_probe(app: Any, path: str, probe: Probe) -> None:
     app.router.routes.insert(0, app.router.routes.pop())
 
 
-def _list_models_while_ready(app: Any, backend: RequestBackend) -> None:
+def _list_models_while_ready(app: Any, backend: Generation) -> None:
     """Have GET /v1/models fail like a completion while no worker is ready: clients and load balancers take its answer
     for readiness, which it is with plain vLLM."""
     for route in app.routes:
@@ -378,7 +378,7 @@ def _list_models_while_ready(app: Any, backend: RequestBackend) -> None:
 
 
 class _WhileReady:
-    def __init__(self, backend: RequestBackend, app: ASGIApp) -> None:
+    def __init__(self, backend: Generation, app: ASGIApp) -> None:
         self._backend = backend
         self._app = app
 
