@@ -76,7 +76,7 @@ OWNERS = {
     # Machine code for the scan of bodies; half a second to import: only gateways load it.
     "numba": ("gateway/intake/native_json.py", "vllm_bridge/learned/processor_factory.py"),
     # File locks, which show whether an owner is alive, and whether a range is being written; numbers of descriptors.
-    "fcntl": ("runtime/private_files.py", "runtime/heartbeat.py", "arena/fill.py", "arena/slots.py"),
+    "fcntl": ("runtime/private_files.py", "runtime/heartbeat.py", "arena/locks.py"),
     "cryptography": ("wire/certificate_authority.py",),
     "av": (
         "media/video.py",

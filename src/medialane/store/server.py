@@ -11,8 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from medialane.arena import Arena
-from medialane.store.absent_clients import AbsentClients
-from medialane.store.client_use import ClientUse, UnknownEntry
+from medialane.store.client_use import AbsentClients, ClientUse, UnknownEntry
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
 from medialane.store.session import StoreSession

@@ -19,7 +19,7 @@ from medialane.gateway.http.asgi import header, query_fields, send_response
 from medialane.gateway.intake import check_salt
 from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.tasks import LoopFairness
-from medialane.store.link import StoreLink
+from medialane.store.client import StoreLink
 from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, Proceed, PutMedia, Question, SendData
 from medialane.types.errors import (
     ClientDisconnected,

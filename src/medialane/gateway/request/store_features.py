@@ -20,8 +20,8 @@ from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.runtime.tasks import LoopFairness
-from medialane.store.hold_cache import HoldCache, StoreHold
-from medialane.store.link import StoreLink
+from medialane.store.client import StoreLink
+from medialane.store.holds import HoldCache, StoreHold
 from medialane.store.messages import (
     AliasResolved,
     Call,
