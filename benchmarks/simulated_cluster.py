@@ -33,8 +33,8 @@ from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import KvChange, KvEventBatch
 from medialane.types.request import ModelCard, WorkerLoad
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
-from medialane.worker.block_reports import BlockReports
-from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
+from medialane.worker.block_table import BlockReports
+from medialane.worker.reports import PendingWorkRelay, SessionReports
 from simulated_hosts import Host, num_bytes
 from simulated_media import MediaPath
 from traces import Turn

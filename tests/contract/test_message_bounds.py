@@ -24,7 +24,7 @@ from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.items import features, sent_tensors
 from medialane.vllm_bridge.items.arena_tensors import WireItem
 from medialane.wire import protocol as rpc
-from medialane.wire import registration
+from medialane.wire import connection
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
@@ -41,7 +41,7 @@ MESSAGES = {
     "ToWorker": rpc.ToWorker,
     "FromWorker": rpc.FromWorker,
     "UnreadableSubmit": rpc.UnreadableSubmit,
-    "Beginning": registration.Beginning,
+    "Beginning": connection.Beginning,
     "ToMover": nixl.ToMover,
     "FromMover": nixl.FromMover,
     "Offer": Offer,

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from medialane.gateway.http.metrics import AskOthers, no_others
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.types.errors import InvalidRequest, NoWorkerReady
 from medialane.types.request import WorkerRole, WorkerState
 

@@ -36,9 +36,8 @@ from medialane.store.messages import (
 )
 from medialane.types.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, Registration
 from medialane.wire.dial import dial
-from medialane.wire.registration import Registration
 
 #: Does what the store asks for, and returns the answer, None for Proceed alone. If it raises, the call is cancelled.
 AnswerQuestion = Callable[[Question], Awaitable[Proceed | None]]

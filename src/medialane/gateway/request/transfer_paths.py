@@ -26,7 +26,7 @@ from medialane.types.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageN
 from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor
 
 if TYPE_CHECKING:
-    from medialane.gateway.worker_link.link import WorkerLink
+    from medialane.gateway.workers.link import WorkerLink
     from medialane.store import HoldPasser, StoreGrants
 
 
