@@ -23,8 +23,8 @@ from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.items import features, sent_tensors
 from medialane.vllm_bridge.items.arena_tensors import WireItem
-from medialane.wire import protocol as rpc
 from medialane.wire import connection
+from medialane.wire import protocol as rpc
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {

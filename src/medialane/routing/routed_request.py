@@ -1,6 +1,6 @@
 """A request from the router's choice until its release.
 
-What a request occupies at its slot: a queue position until its first token, and one in flight until its end; of
+Its reservation is what it occupies at its slot: a queue position until its first token, and one in flight until its end; of
 another gateway's request, the queue position.
 """
 
@@ -162,7 +162,7 @@ def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> 
 
 
 #: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
-#: (`worker.block_reports`), and event loops under load lag. Long enough for that, and short compared with the turnover
+#: (`worker.block_table`), and event loops under load lag. Long enough for that, and short compared with the turnover
 #: time of a cache.
 _EVENT_DELAY_S: Final = 0.5
 

@@ -1,9 +1,7 @@
-"""The router's view of the workers: one slot for each data-parallel rank of a worker.
+"""The router's view of a request, and of the workers: one slot for each data-parallel rank of a worker.
 
 Costs that depend on a slot alone are kept in arrays indexed by slot and updated when the slot changes, so that a choice
 among a thousand slots is a few operations on arrays.
-
-The router's view of a request.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A server of asyncio reports a connection only after its TLS handshake, so that peers which stall in that hold any number
 of file descriptors, and may report one after it was closed. Here a connection counts from the accept on.
-
-A bound on connections whose peers have not identified themselves yet: in a handshake, or without a first message.
+`PendingConnections` bounds those whose peers have not identified themselves yet: in a handshake, or without a first
+message.
 """
 
 from __future__ import annotations

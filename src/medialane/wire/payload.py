@@ -1,4 +1,5 @@
-"""Inline tensors of a request, sent in raw frames before its message so that they do not block the event loops.
+"""Large tensors in pieces, so that they do not block the event loops: the inline tensors of a request, in raw frames
+before its message, and the output of a pooling request, in parts.
 
 Encoding and decoding one message of 19 MiB with msgpack blocked the two loops for 48 ms. So such a request is sent as
 
@@ -10,9 +11,7 @@ A connection has one payload at a time; other messages may be interleaved with i
 while it is sent ends with DropPayload. The gateway copies each piece just before it is sent, directly from the tensor,
 and the worker copies it to its final location: no msgpack and no buffer of the whole payload.
 
-Assembles the output of a pooling request from the parts in which it is sent.
-
-The embeddings of all tokens of a long prompt take many MB: in one message they would block both event loops. Parts are
+`PooledOutput` assembles the output of a pooling request from the parts in which it is sent. The embeddings of all tokens of a long prompt take many MB: in one message they would block both event loops. Parts are
 copied to their final location as they arrive, so none is queued.
 """
 

@@ -1,4 +1,5 @@
-"""The blocks that one rank of an engine holds, in our block ids: the engine's events in, net changes out. No I/O.
+"""The blocks that one rank of an engine holds, in our block ids: the engine's events in, net changes out.
+The table does no I/O; `BlockReports` reports the changes to gateways, batched over some milliseconds.
 
 The engine's own hash of a block is an opaque key to find the block when it is a parent or is removed.
 
@@ -12,8 +13,6 @@ of blocks, so they are ignored. Without a full-attention group, the lowest one c
 
 *Media.* Only blocks in this engine's device memory count. vLLM's other media (CPU, STORAGE) are lower tiers, from which
 a prefix has to be loaded first; a block is reported separately there.
-
-Reports changes of the engine's KV blocks to gateways, batched over some milliseconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The arena of this host: the interface that the worker needs, implemented by `store.StoreEntries`.
 
-The worker's ends of transports (the gateway's: `gateway.transports`): what was sent becomes readable bytes, held for
+The worker's ends of transfer paths (the gateway's: `gateway.request.transfer_paths`): what was sent becomes readable bytes, held for
 as long as the engine reads them.
 """
 

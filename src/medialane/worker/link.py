@@ -4,9 +4,7 @@
 A session ends, and `run` returns, when the connection is closed **and** all of its requests are released. The Welcome
 of the gateway's next session waits for that.
 
-A gateway's administrative calls and metric reads at the worker.
-
-Each runs as a task of the session. When the connection is closed, the tasks are cancelled; a call that the engine has
+Each administrative call or metric read runs as a task of the session. When the connection is closed, the tasks are cancelled; a call that the engine has
 started still completes.
 """
 

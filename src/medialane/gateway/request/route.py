@@ -1,7 +1,4 @@
-"""Routes requests: what the router gets of a request, of workers, and of the engine's first output.
-
-One connected worker as the router knows it: a slot for each of its ranks.
-"""
+"""Routes requests: what the router gets of a request, of workers, and of the engine's first output."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
 """The gateway's side: one connection to one worker, to which either side has connected.
 
 `RpcClient` registers with the worker and dispatches its messages: outputs of requests (`ClientRequests`), what it
-reports unasked (`ClientReports`), results of administrative calls (`ClientCalls`).
-
-The requests that a gateway has sent over one connection; `session_requests` is the worker's side.
-
-A gateway's administrative calls and metric reads in flight; `session_calls` is the worker's side.
-
-The gateway's handle on one request at a worker.
+reports unasked (`ClientReports`), results of administrative calls (`ClientCalls`). The worker's side
+is `worker.link`.
 """
 
 from __future__ import annotations

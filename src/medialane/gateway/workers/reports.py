@@ -1,9 +1,7 @@
 """Load, KV blocks and pending work of other gateways that a worker reports unsolicited, and this gateway's pending
-work; `session_reports` is the worker's side.
+work; `worker.reports` is the worker's side. No I/O.
 
-Incoming KV-block updates, queued until the event loop applies them. No I/O.
-
-Pieces are taken one at a time, so that a snapshot of many blocks does not block the event loop. A gap in a rank's
+`BlockInbox` queues KV-block updates until the event loop applies them. Pieces are taken one at a time, so that a snapshot of many blocks does not block the event loop. A gap in a rank's
 sequence means that a piece is missing: further changes of that rank are discarded until a snapshot begins. If more is
 queued than a worker can hold, the queue is dropped and snapshots are requested.
 """
