@@ -2,9 +2,9 @@
 
 What is real: the engines' schedulers and caches, the workers' batches of KV events, the reports of each worker to each
 gateway, the announcements of requests between gateways (`worker.reports`, `rpc.gateway_group`,
-`gateway.workers.reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay, computation by
-`step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's load and is
-deterministic.
+`gateway.workers.reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay,
+computation by `step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's
+load and is deterministic.
 """
 
 from __future__ import annotations

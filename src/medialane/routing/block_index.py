@@ -10,8 +10,9 @@ A slot may hold a hundred thousand blocks, and clearing its bit in all their mas
 30 ms. So the blocks of a slot that loses all of them at once are swept in small steps, by later calls. Until that is
 done the masks are not trusted about this slot: its own table of blocks is bisected instead.
 
-Pending blocks are those of requests in flight, which a slot will hold soon but no KV event has reported yet. Every request adds a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some lengths
-of the prompt are stored: 9 blocks, then growing by half each time, and the whole. A search looks up the same lengths of
+Pending blocks are those of requests in flight, which a slot will hold soon but no KV event has reported yet. Every
+request adds a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some lengths of the
+prompt are stored: 9 blocks, then growing by half each time, and the whole. A search looks up the same lengths of
 another prompt. The prefix that it finds is too short by at most a third, or 8 blocks, and exact for the same prompt.
 """
 

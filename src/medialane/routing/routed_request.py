@@ -1,7 +1,7 @@
 """A request from the router's choice until its release.
 
-Its reservation is what it occupies at its slot: a queue position until its first token, and one in flight until its end; of
-another gateway's request, the queue position.
+Its reservation is what it occupies at its slot: a queue position until its first token, and one in flight until its
+end; of another gateway's request, the queue position.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ beyond which the connection is closed. Large content is sent in pieces (`send_in
 **Liveness.** Missed heartbeats are counted in our own beats, not by the clock: if this process stalls (a loaded
 machine, SIGSTOP), it counts no beats, and the peer's bytes buffered in the kernel are read before the next one.
 
-**Registration.** One side sends a hello, the other a welcome or the reason to refuse it. A hello is an array that begins with its kind and the number of its protocol, in every release: whatever else has
-changed, the other side can say which numbers differ (docs/reference/stability.md).
+**Registration.** One side sends a hello, the other a welcome or the reason to refuse it. A hello is an array that
+begins with its kind and the number of its protocol, in every release: whatever else has changed, the other side can say
+which numbers differ (docs/reference/stability.md).
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ A connection has one payload at a time; other messages may be interleaved with i
 while it is sent ends with DropPayload. The gateway copies each piece just before it is sent, directly from the tensor,
 and the worker copies it to its final location: no msgpack and no buffer of the whole payload.
 
-`PooledOutput` assembles the output of a pooling request from the parts in which it is sent. The embeddings of all tokens of a long prompt take many MB: in one message they would block both event loops. Parts are
-copied to their final location as they arrive, so none is queued.
+`PooledOutput` assembles the output of a pooling request from the parts in which it is sent. The embeddings of all
+tokens of a long prompt take many MB: in one message they would block both event loops. Parts are copied to their final
+location as they arrive, so none is queued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The blocks that one rank of an engine holds, in our block ids: the engine's events in, net changes out.
+
 The table does no I/O; `BlockReports` reports the changes to gateways, batched over some milliseconds.
 
 The engine's own hash of a block is an opaque key to find the block when it is a parent or is removed.

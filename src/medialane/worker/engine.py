@@ -1,9 +1,10 @@
 """The engine interface of a worker; implemented by `vllm_bridge`, and by `FakeEngine` for tests.
 
-`StallWatch` finds out whether the engine is stalled: it hangs, and is not merely in a long step. An engine replies to a ping between two of its steps. While it does not, it is either in a step (a long prefill, the
-first compilation, an adapter being loaded), and its processes compute, or it hangs: stopped, swapped out, waiting for
-a lock or a device. So an engine is stalled after a time without a reply in which its processes have used no CPU time to
-speak of. One that computes for ever is found by the ping's own timeout. It is no longer stalled with its next reply.
+`StallWatch` finds out whether the engine is stalled: it hangs, and is not merely in a long step. An engine replies to a
+ping between two of its steps. While it does not, it is either in a step (a long prefill, the first compilation, an
+adapter being loaded), and its processes compute, or it hangs: stopped, swapped out, waiting for a lock or a device. So
+an engine is stalled after a time without a reply in which its processes have used no CPU time to speak of. One that
+computes for ever is found by the ping's own timeout. It is no longer stalled with its next reply.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arena of this host: the interface that the worker needs, implemented by `store.StoreEntries`.
 
-The worker's ends of transfer paths (the gateway's: `gateway.request.transfer_paths`): what was sent becomes readable bytes, held for
-as long as the engine reads them.
+The worker's ends of transfer paths (the gateway's: `gateway.request.transfer_paths`): what was sent becomes readable
+bytes, held for as long as the engine reads them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 A session ends, and `run` returns, when the connection is closed **and** all of its requests are released. The Welcome
 of the gateway's next session waits for that.
 
-Each administrative call or metric read runs as a task of the session. When the connection is closed, the tasks are cancelled; a call that the engine has
-started still completes.
+Each administrative call or metric read runs as a task of the session. When the connection is closed, the tasks are
+cancelled; a call that the engine has started still completes.
 """
 
 from __future__ import annotations

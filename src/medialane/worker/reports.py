@@ -1,9 +1,10 @@
 """Unsolicited reports of a worker to one gateway: its load, its KV blocks, and the pending work of other gateways.
 
-`BlockFeed` has the outgoing KV-block updates (a `connection.PieceSource`). Changes are queued in order until the connection sends them, piece by piece. If too many are queued (the gateway reads
-slowly), or the gateway has no state or an inconsistent one, the queue is dropped and snapshots of all blocks held at
-that time are sent instead. Changes during a snapshot are queued behind its pieces. So memory is bounded by one list of
-the held blocks and a fixed number of changes.
+`BlockFeed` has the outgoing KV-block updates (a `connection.PieceSource`). Changes are queued in order until the
+connection sends them, piece by piece. If too many are queued (the gateway reads slowly), or the gateway has no state or
+an inconsistent one, the queue is dropped and snapshots of all blocks held at that time are sent instead. Changes during
+a snapshot are queued behind its pieces. So memory is bounded by one list of the held blocks and a fixed number of
+changes.
 """
 
 from __future__ import annotations

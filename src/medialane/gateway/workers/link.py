@@ -60,8 +60,8 @@ class WorkerLink:
         self._rpc = rpc
         self._config = config
         self._metrics = metrics
-        #: The worker's connection until its loss has been handled, and the settings in which its processor differs: they
-        #: do not change during a connection.
+        #: The worker's connection until its loss has been handled, and the settings in which its processor differs:
+        #: these do not change during a connection.
         self._client: RpcClient | None = None
         self._disagreements: Disagreements = {}
         #: As of the last connection.
@@ -136,7 +136,8 @@ class WorkerLink:
         client = self.client
         if client is None or self._disagreements or not (self.same_host or self.can_pull):
             return None
-        return client.reports.encoder
+        card = client.reports.encoder
+        return card if card is not None and card.digest else None
 
     @property
     def worker_id(self) -> str:

@@ -1,9 +1,10 @@
 """Load, KV blocks and pending work of other gateways that a worker reports unsolicited, and this gateway's pending
 work; `worker.reports` is the worker's side. No I/O.
 
-`BlockInbox` queues KV-block updates until the event loop applies them. Pieces are taken one at a time, so that a snapshot of many blocks does not block the event loop. A gap in a rank's
-sequence means that a piece is missing: further changes of that rank are discarded until a snapshot begins. If more is
-queued than a worker can hold, the queue is dropped and snapshots are requested.
+`BlockInbox` queues KV-block updates until the event loop applies them. Pieces are taken one at a time, so that a
+snapshot of many blocks does not block the event loop. A gap in a rank's sequence means that a piece is missing: further
+changes of that rank are discarded until a snapshot begins. If more is queued than a worker can hold, the queue is
+dropped and snapshots are requested.
 """
 
 from __future__ import annotations
