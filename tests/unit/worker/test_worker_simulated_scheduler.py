@@ -1,7 +1,6 @@
 import pytest
 
-from medialane.testing.simulated.encoder import EncoderCache
-from medialane.testing.simulated.scheduler import Scheduler
+from medialane.testing.simulated.scheduler import EncoderCache, Scheduler
 from medialane.testing.simulated.sequence import BlockPool, Item, SimulatedSequence, answer_of
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import BlockStored

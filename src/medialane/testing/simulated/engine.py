@@ -20,8 +20,7 @@ import msgspec
 from medialane.runtime.resources import MemoryUse
 from medialane.runtime.stop import DRAIN_TIMEOUT_S, stopped_by_signals
 from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.encoder import EncoderCache
-from medialane.testing.simulated.scheduler import Scheduler, Step
+from medialane.testing.simulated.scheduler import EncoderCache, Scheduler, Step
 from medialane.testing.simulated.sequence import BlockPool, SimulatedParams, SimulatedSequence, sequence_of, token_texts
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.errors import (
