@@ -16,8 +16,8 @@ from medialane.transfer import peer_messages as peers
 from medialane.transfer.nixl import RdmaMetadata
 from medialane.transfer.nixl import agent as nixl
 from medialane.transfer.nixl.mover import Offer
-from medialane.types import feature_header
 from medialane.types.errors import InvalidFeature, ProtocolViolation
+from medialane.types.feature import HeaderFields
 from medialane.types.tensor import MAX_RANK, Embeds
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
@@ -47,7 +47,7 @@ MESSAGES = {
     "Offer": Offer,
     "RdmaMetadata": RdmaMetadata,
     "Embeds": Embeds,
-    "Header": feature_header.Header,
+    "HeaderFields": HeaderFields,
     "WireItem": WireItem,
     "Fields": sent_tensors.Fields,
     "Values": sent_tensors.Values,
@@ -134,7 +134,7 @@ EXPLAINED = {
     "Read.sources": "the payload of one entry, or the descriptors of RdmaMetadata, which are bounded",
     "Read.offsets": "as Read.sources",
     "Embeds.fields": "tensors by name, whose bytes are those of an item",
-    "Header.fields": HEADER,
+    "HeaderFields.fields": HEADER,
     "Flat.slices": HEADER,
     "Nested.items": HEADER,
     "EmbeddingPlan.loads": ITEMS,
@@ -238,7 +238,7 @@ SPEC_MESSAGES = {
     ),
     "header": (
         lambda spec: header({"type": "large", "index": 0, "spec": spec}),
-        msgspec.msgpack.Decoder(feature_header.Header).decode,
+        msgspec.msgpack.Decoder(HeaderFields).decode,
     ),
 }
 
