@@ -1,10 +1,10 @@
 """Gateways and simulated workers in virtual time, in one process.
 
 What is real: the engines' schedulers and caches, the workers' batches of KV events, the reports of each worker to each
-gateway, the announcements of requests between gateways (`rpc.session_reports`, `rpc.gateway_group`,
-`rpc.client_reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay, computation by
-`step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's load and is
-deterministic.
+gateway, the announcements of requests between gateways (`worker.reports`, `rpc.gateway_group`,
+`gateway.workers.reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay,
+computation by `step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's
+load and is deterministic.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import KvChange, KvEventBatch
 from medialane.types.request import ModelCard, WorkerLoad
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
-from medialane.worker.block_reports import BlockReports
-from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
+from medialane.worker.block_table import BlockReports
+from medialane.worker.reports import PendingWorkRelay, SessionReports
 from simulated_hosts import Host, num_bytes
 from simulated_media import MediaPath
 from traces import Turn

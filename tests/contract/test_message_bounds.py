@@ -24,8 +24,8 @@ from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.items import features
 from medialane.vllm_bridge.items.arena_tensors import WireItem
 from medialane.vllm_bridge.learned import sent_tensors
+from medialane.wire import connection
 from medialane.wire import protocol as rpc
-from medialane.wire import registration
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
@@ -42,7 +42,7 @@ MESSAGES = {
     "ToWorker": rpc.ToWorker,
     "FromWorker": rpc.FromWorker,
     "UnreadableSubmit": rpc.UnreadableSubmit,
-    "Beginning": registration.Beginning,
+    "Beginning": connection.Beginning,
     "ToMover": nixl.ToMover,
     "FromMover": nixl.FromMover,
     "Offer": Offer,

@@ -16,7 +16,7 @@ from openai_http import chat, photo, picture, text
 from PIL import Image as PILImage
 
 from medialane.arena import ENTRY_HEADER_BYTES, describe, layout
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.store import FindItem, StoreLink
 from medialane.types.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
 from medialane.types.feature import MediaPayload, PlaceholderRange

@@ -32,7 +32,7 @@ from medialane.gateway import (
 from medialane.observability import configure
 from medialane.testing.fake_worker import FAKE_CARD
 from medialane.wire import RpcConfig, bind_http, bind_unix
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 BLOCKED_S = 0.05
 API_KEY = "client"

@@ -31,7 +31,7 @@ from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreLink
 from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 #: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {

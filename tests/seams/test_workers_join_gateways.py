@@ -16,8 +16,8 @@ from medialane.types.errors import WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress
 from medialane.worker import WorkerConfig
-from medialane.worker.gateway_link import RpcServer
 from medialane.worker.membership import Membership
+from medialane.worker.server import RpcServer
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)

@@ -60,7 +60,7 @@ from medialane.gateway import (
     no_others,
 )
 from medialane.gateway.intake import warm_up
-from medialane.gateway.worker_link.join_server import JoinServer
+from medialane.gateway.workers.join_server import JoinServer
 from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing

@@ -47,8 +47,8 @@ from medialane.gateway.request.transfer_paths import (
     Transport,
     Transports,
 )
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
 
 __all__ = [
     "MAX_HEADERS",

@@ -17,8 +17,8 @@ from typing import Literal
 import msgspec
 
 from medialane.gateway.http.metrics import AskOthers, no_others
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
 from medialane.types.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady

@@ -55,9 +55,8 @@ from medialane.types.errors import (
 from medialane.types.retry_after import Outage
 from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, Registration
 from medialane.wire.dial import dial
-from medialane.wire.registration import Registration
 
 logger = logging.getLogger(__name__)
 

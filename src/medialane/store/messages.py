@@ -71,7 +71,7 @@ from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Moda
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
-from medialane.wire.registration import other_version
+from medialane.wire.connection import other_version
 
 ScrapedAs = Literal["gateway", "worker"]
 

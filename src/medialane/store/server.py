@@ -19,9 +19,8 @@ from medialane.transfer.pulls import Pulls
 from medialane.types.errors import StartupFailed, StoreUnavailable
 from medialane.types.tensor import ArenaOffer
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, check_version
 from medialane.wire.listener import Listener
-from medialane.wire.registration import check_version
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, WorkerLink
-from medialane.gateway.worker_link import (
+from medialane.gateway.workers import (
     ClientCalls,
     ClientReports,
     ClientRequests,

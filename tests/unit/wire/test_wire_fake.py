@@ -6,7 +6,7 @@ from rpc_requests import engine_request
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import GenerationFailed, StartupFailed
 from medialane.wire import Hello
-from medialane.worker.gateway_link import Handler
+from medialane.worker.handler import Handler
 from waiting import eventually
 
 

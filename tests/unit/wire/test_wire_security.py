@@ -15,7 +15,7 @@ from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import StartupFailed
 from medialane.wire import Role, RpcConfig, Security, check_address, dial, is_loopback
 from medialane.wire.authentication import Handshake
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 SECRET = "0123456789abcdef"
 WITH_SECRET = RpcConfig(shared_secret=SECRET)

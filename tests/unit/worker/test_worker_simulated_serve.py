@@ -5,7 +5,7 @@ import signal
 import msgspec
 import pytest
 
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.testing.simulated import SimulatedConfig, serve_simulated
 from medialane.testing.simulated.engine import addresses_of
 from medialane.types.errors import NoWorkerReady, StartupFailed

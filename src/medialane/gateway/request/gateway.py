@@ -27,7 +27,7 @@ from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_features import StoreFeatures, wave_size
 from medialane.gateway.request.transfer_paths import Transports
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem

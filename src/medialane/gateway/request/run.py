@@ -31,9 +31,9 @@ from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_features import StoreFeatures
 from medialane.gateway.request.transfer_paths import TransferPath, Transports, prompt_for
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_link.remote_request import RemoteRequest
-from medialane.gateway.worker_pool import WorkerPool, on_hosts_of
+from medialane.gateway.workers.client import RemoteRequest
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
 from medialane.runtime.tasks import merged
 from medialane.types.errors import (

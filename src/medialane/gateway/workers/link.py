@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.connected_worker import ConnectedWorker, disagreements, lost_endpoint
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.gateway.worker_link.client_reports import ReportListener
-from medialane.gateway.worker_link.remote_request import RemoteRequest
+from medialane.gateway.workers.client import RemoteRequest, RpcClient
+from medialane.gateway.workers.reports import ReportListener
 from medialane.observability.metrics import Metrics
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import (
     MedialaneError,
     NoWorkerReady,
     ProtocolViolation,
+    StartupFailed,
     WorkerLost,
     WorkerStalled,
 )
-from medialane.types.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerRole, WorkerState
+from medialane.types.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 
@@ -61,7 +60,10 @@ class WorkerLink:
         self._rpc = rpc
         self._config = config
         self._metrics = metrics
-        self._worker: ConnectedWorker | None = None
+        #: The worker's connection until its loss has been handled, and the settings in which its processor differs:
+        #: these do not change during a connection.
+        self._client: RpcClient | None = None
+        self._disagreements: Disagreements = {}
         #: As of the last connection.
         self.role: WorkerRole = "worker"
         #: Whether the last connection has ended as planned.
@@ -81,7 +83,7 @@ class WorkerLink:
     @property
     def client(self) -> RpcClient | None:
         """The live connection, if any: None as soon as it is lost, even before `run` has handled the loss."""
-        return self._live.client if self._live is not None else None
+        return self._client if self._client is not None and not self._client.closed.is_set() else None
 
     @property
     def state(self) -> WorkerState:
@@ -112,26 +114,30 @@ class WorkerLink:
 
     @property
     def same_host(self) -> bool:
-        return self._worker is not None and self._worker.same_host
+        """Whether the worker has mapped the arena that this gateway's media are in."""
+        arena = None if self._client is None else self._client.reports.arena
+        return arena is not None and arena == self._own_arena()
 
     @property
     def can_pull(self) -> bool:
-        return self._worker is not None and self._worker.can_pull
+        """Whether the worker has a store on another host, which may copy from ours."""
+        arena = None if self._client is None else self._client.reports.arena
+        return arena is not None and not self.same_host and self._can_grant()
 
     @property
     def encoder(self) -> str:
         """The digest of the worker's encoder; empty if it does not load embeddings, or not from our host."""
-        worker = self._live
-        if worker is None or worker.disagreements or not (worker.same_host or worker.can_pull):
-            return ""
-        card = worker.client.reports.encoder
+        card = self.encoder_card
         return "" if card is None else card.digest
 
     @property
     def encoder_card(self) -> EncoderCard | None:
-        """As `encoder`."""
+        """The worker's encoder, as `encoder`."""
         client = self.client
-        return client.reports.encoder if client is not None and self.encoder else None
+        if client is None or self._disagreements or not (self.same_host or self.can_pull):
+            return None
+        card = client.reports.encoder
+        return card if card is not None and card.digest else None
 
     @property
     def worker_id(self) -> str:
@@ -142,15 +148,35 @@ class WorkerLink:
     @property
     def store_client(self) -> str:
         """The worker's name at the store of its host; empty without one."""
-        return "" if self._worker is None else self._worker.client.welcome.store_client
+        return "" if self._client is None else self._client.welcome.store_client
 
     @property
     def same_processor(self) -> bool:
-        return self._worker is not None and not self._worker.disagreements
+        return self._client is not None and not self._disagreements
 
     def endpoint(self, rank: int = 0) -> Endpoint:
-        worker = self._live
-        return worker.endpoint(rank) if worker is not None else lost_endpoint(self.name, rank, self.role)
+        """Return one of its data-parallel ranks, with its last reported load."""
+        client = self.client
+        if client is None:
+            return Endpoint(
+                self.name, self.name, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank, role=self.role
+            )
+        card, loads = client.welcome.card, client.reports.loads
+        return Endpoint(
+            self.name,
+            self.name,
+            ready=True,
+            load=loads[rank] if loads else WorkerLoad(),
+            num_in_flight=len(client.requests),
+            rank=rank,
+            num_ranks=max(1, card.data_parallel_size),
+            same_host=self.same_host,
+            card=card,
+            can_pull=self.can_pull,
+            role=card.role,
+            stalled=client.reports.state == "stalled",
+            draining=client.reports.state == "draining",
+        )
 
     def endpoints(self) -> list[Endpoint]:
         """Return one endpoint per data-parallel rank."""
@@ -183,7 +209,7 @@ class WorkerLink:
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""
-        if self._live is not None and self._reports is not None:
+        if self.client is not None and self._reports is not None:
             self._reports.host_changed()
 
     async def run(self) -> None:
@@ -200,10 +226,10 @@ class WorkerLink:
     async def serve(self, client: RpcClient) -> None:
         """Use the connection of a worker that joins, until it is lost. Raises the reason for which it is not used."""
         await client.register(self._hello)
-        if self._live is not None:
-            if self._live.client.welcome.worker_id != client.welcome.worker_id:
+        if (earlier := self.client) is not None:
+            if earlier.welcome.worker_id != client.welcome.worker_id:
                 raise name_taken(self.name)
-            await self._live.client.close()  # the worker has noticed its loss, or would have refused to register
+            await earlier.close()  # the worker has noticed its loss, or would have refused to register
         self.refusal = None
         try:
             async with self._in_use:
@@ -215,10 +241,6 @@ class WorkerLink:
         """Report that the worker is refused; it will try again."""
         logger.error("worker %s is refused: %s", self.name, error.message)
         self.refusal = error
-
-    @property
-    def _live(self) -> ConnectedWorker | None:
-        return self._worker if self._worker is not None and not self._worker.client.closed.is_set() else None
 
     async def _connect_once(self) -> bool:
         """Connect, and wait until the connection is lost. False if there was none or this process failed at it."""
@@ -262,7 +284,7 @@ class WorkerLink:
         self.role = client.welcome.card.role
         logger.info("%s %s is ready", self.role, self.name)
         self.has_drained = False
-        self._worker = ConnectedWorker(self.name, client, differing, self._own_arena, self._can_grant)
+        self._client, self._disagreements = client, differing
         client.on_change = self.on_change
         self._join(client)
         self.on_ready(client.welcome.card)
@@ -276,7 +298,7 @@ class WorkerLink:
         client.reports.watch(self._reports)
 
     async def _disconnect(self, client: RpcClient) -> None:
-        self._worker = self._reports = None
+        self._client = self._reports = None
         await client.close()
 
     def _report_refusal(self, error: MedialaneError) -> None:
@@ -303,3 +325,27 @@ class WorkerLink:
 def name_taken(name: str) -> WorkerLost:
     """Return the error of a worker whose name another one has."""
     return WorkerLost(f"another worker named {name} is connected: choose another --worker-name")
+
+
+#: Processor settings that differ: name -> (ours, the worker's).
+Disagreements = Mapping[str, tuple[str | None, str | None]]
+
+
+def disagreements(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Disagreements:
+    """Return the settings in which two processors differ, by name."""
+    names = sorted(ours.keys() | theirs.keys())
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
+
+
+#: Settings in which a worker may differ: it then processes media itself (stage `decoded`). With another model or
+#: processor its answers would be different ones.
+_MAY_DIFFER = frozenset({"dtype", "vllm", "transformers", "torch", "torchvision"})
+
+
+def check_same_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Raise StartupFailed, with one line for both sides, if a worker that joins has another model or processor. A
+    simulated worker has no processor settings."""
+    for name, (here, there) in disagreements(ours, theirs).items() if theirs else ():
+        if name not in _MAY_DIFFER:
+            what = "model" if name == "model" else f"processor setting {name}"
+            raise StartupFailed(f"{what} is {there} at the worker and {here} at the gateway")

@@ -7,15 +7,14 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 
-from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.workers.client import RpcClient
 from medialane.types.errors import MedialaneError, StartupFailed, WorkerLost, report_of
+from medialane.wire.acceptor import PendingConnections
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, check_version
 from medialane.wire.listener import END_TIMEOUT_S, Listener
-from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Join
-from medialane.wire.registration import check_version
 from medialane.wire.security import Security
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from functools import partial
 import msgspec
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.connected_worker import check_same_model
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.gateway.worker_link.link import JoinListener, WorkerLink, name_taken
+from medialane.gateway.workers.client import RpcClient
+from medialane.gateway.workers.link import JoinListener, WorkerLink, check_same_model, name_taken
 from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,

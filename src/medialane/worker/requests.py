@@ -28,10 +28,9 @@ from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.retry_after import Places
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
-from medialane.wire.payload import IncomingPayload, join
-from medialane.wire.pooled_output import check_size
+from medialane.wire.payload import IncomingPayload, check_size, join
 from medialane.wire.protocol import Failed, Output, Released, Submit, UnreadableSubmit
-from medialane.worker.gateway_link.handler import Handler
+from medialane.worker.handler import Handler
 
 
 class _Running:

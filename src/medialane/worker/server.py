@@ -7,18 +7,17 @@ import logging
 from collections.abc import Callable
 
 from medialane.types.errors import AlreadyJoined, MedialaneError, StartupFailed, WorkerDraining, WorkerLost
+from medialane.wire.acceptor import PendingConnections
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, check_version
 from medialane.wire.dial import dial
 from medialane.wire.listener import END_TIMEOUT_S, Listener
-from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join
-from medialane.wire.registration import check_version
 from medialane.wire.security import Authentication, Security
-from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.session import Session
-from medialane.worker.gateway_link.session_reports import PendingWorkRelay
+from medialane.worker.handler import Handler
+from medialane.worker.link import Session
+from medialane.worker.reports import PendingWorkRelay
 
 logger = logging.getLogger(__name__)
 
