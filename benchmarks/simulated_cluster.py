@@ -26,8 +26,8 @@ from medialane.routing import Router, RoutingConfig, RoutingRequest
 from medialane.testing.fake_worker import FakeLink
 from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
-from medialane.testing.simulated.scheduler import Step
-from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.testing.simulated.scheduler import SimulatedStep
+from medialane.testing.simulated.sequence import SimulatedItem, SimulatedSequence
 from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import KvChange, KvEventBatch
@@ -330,7 +330,8 @@ class _Worker:
     def _add(self, request: _Request, embedded: Collection[str]) -> None:
         turn = request.turn
         items = [
-            Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality, s.mm_hash in embedded) for s in turn.media
+            SimulatedItem(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality, s.mm_hash in embedded)
+            for s in turn.media
         ]
         sequence = SimulatedSequence(
             turn.session,
@@ -356,7 +357,7 @@ class _Worker:
                 outcome.num_encoded += step.num_embeds
             self._cluster.loop.call_later(duration, self._complete, step)
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: SimulatedStep) -> None:
         now = self._cluster.loop.time()
         for sequence in self._scheduler.complete(step):
             before = self._token_s.get(sequence)

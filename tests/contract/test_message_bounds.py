@@ -29,8 +29,8 @@ from medialane.wire import protocol as rpc
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
-    "Fork": warm.Fork,
-    "Start": warm.Start,
+    "ForkRequest": warm.ForkRequest,
+    "ForkStart": warm.ForkStart,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
     "JobRequest": preparers.JobRequest,
@@ -73,9 +73,9 @@ LOGPROBS = "of the tokens of an answer; vLLM bounds their alternatives"
 
 #: Sequences without a bound of their own: a frame's bounds them. Reading them costs as much as receiving them.
 EXPLAINED = {
-    "Start.argv": OWN,
-    "Start.environ": OWN,
-    "Start.pass_fds": OWN,
+    "ForkStart.argv": OWN,
+    "ForkStart.environ": OWN,
+    "ForkStart.pass_fds": OWN,
     "Setup.environment": OWN,
     "MediaConfig.allowed_media_domains": OWN,
     "MediaConfig.allowed_media_networks": OWN,

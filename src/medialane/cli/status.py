@@ -193,12 +193,12 @@ def _up(is_up: bool, otherwise: str) -> str:
     return "[green]ready[/]" if is_up else f"[red]{otherwise}[/]"
 
 
-class Gateway(msgspec.Struct, frozen=True):
+class GatewayUp(msgspec.Struct, frozen=True):
     index: str
     up: bool
 
 
-class Worker(msgspec.Struct, frozen=True):
+class WorkerUse(msgspec.Struct, frozen=True):
     """`state` is `ready`, `stalled` (its engine hangs) or `lost`; `ready` is whether it is the first."""
 
     name: str
@@ -253,9 +253,9 @@ class GatewayState(msgspec.Struct, frozen=True):
     url: str
     health: str
     problems: tuple[str, ...]
-    gateways: tuple[Gateway, ...]
+    gateways: tuple[GatewayUp, ...]
     store: Store | None
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerUse, ...]
     links: tuple[Link, ...]
     memory: Mapping[str, int] = {}
 
@@ -344,9 +344,9 @@ def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
     )
 
 
-def _gateways(samples: _Samples) -> tuple[Gateway, ...]:
+def _gateways(samples: _Samples) -> tuple[GatewayUp, ...]:
     up = samples.get("medialane_gateway_up", [({"gateway": _ONLY_GATEWAY}, 1.0)])
-    return tuple(Gateway(labels["gateway"], value == 1) for labels, value in up)
+    return tuple(GatewayUp(labels["gateway"], value == 1) for labels, value in up)
 
 
 def _store_of(samples: _Samples) -> Store | None:
@@ -368,7 +368,7 @@ def _store_of(samples: _Samples) -> Store | None:
     )
 
 
-def _workers(samples: _Samples) -> tuple[Worker, ...]:
+def _workers(samples: _Samples) -> tuple[WorkerUse, ...]:
     running, waiting, usage = (
         _by_label(samples, f"medialane_worker_{name}", "worker") for name in ("running", "waiting", "kv_usage_ratio")
     )
@@ -377,7 +377,7 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
         labels["worker"]: labels["state"] for labels, value in samples.get("medialane_worker_state", []) if value == 1
     }
     return tuple(
-        Worker(
+        WorkerUse(
             name,
             worker_host(name),
             state == "ready",

@@ -20,7 +20,7 @@ import msgspec
 from medialane.runtime.resources import MemoryUse
 from medialane.runtime.stop import DRAIN_TIMEOUT_S, stopped_by_signals
 from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.scheduler import EncoderCache, Scheduler, Step
+from medialane.testing.simulated.scheduler import EncoderCache, Scheduler, SimulatedStep
 from medialane.testing.simulated.sequence import BlockPool, SimulatedParams, SimulatedSequence, sequence_of, token_texts
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.errors import (
@@ -72,7 +72,7 @@ def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
     )
 
 
-def step_s(config: SimulatedConfig, step: Step) -> float:
+def step_s(config: SimulatedConfig, step: SimulatedStep) -> float:
     """Return the duration of a step, in simulated seconds."""
     ms = (
         config.step_ms
@@ -278,7 +278,7 @@ class SimulatedEngine:
             await asyncio.sleep(max(0.0, due - self._now()) / self._config.speedup)
             self._complete(step, due)
 
-    def _complete(self, step: Step, now: float) -> None:
+    def _complete(self, step: SimulatedStep, now: float) -> None:
         gained = self._scheduler.complete(step)
         self._publish_blocks()
         for sequence in gained:

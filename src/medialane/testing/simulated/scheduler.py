@@ -19,7 +19,7 @@ from medialane.types.kv_events import KvEvent
 
 
 @dataclass(slots=True)
-class Step:
+class SimulatedStep:
     """The work of one step: number of tokens by sequence, and totals that determine its duration. `num_prefill_pairs`
     is the sum over prompt tokens of the number of tokens that they attend to; `num_embeds` are computed by the encoder,
     `num_loaded_embeds` are copied from the arena."""
@@ -122,16 +122,16 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
 
-    def step(self) -> Step:
+    def step(self) -> SimulatedStep:
         """Plan the next step; it has no tokens if there is no work."""
-        step = Step()
+        step = SimulatedStep()
         self._token_budget = self._max_num_batched_tokens
         self._encoder_budget = self._max_encoder_tokens
         if self._schedule_running(step):
             self._schedule_waiting(step)
         return step
 
-    def complete(self, step: Step) -> list[SimulatedSequence]:
+    def complete(self, step: SimulatedStep) -> list[SimulatedSequence]:
         """Apply the results of a step; return the sequences that gained an output token."""
         gained = []
         for sequence, num_tokens in step.tokens.items():
@@ -152,7 +152,7 @@ class Scheduler:
     def take_events(self) -> list[KvEvent]:
         return self.pool.take_events()
 
-    def _schedule_running(self, step: Step) -> bool:
+    def _schedule_running(self, step: SimulatedStep) -> bool:
         """Return False if a sequence was preempted: no waiting one is started then."""
         index, preempted = 0, False
         while index < len(self.running) and self._token_budget > 0:
@@ -182,7 +182,7 @@ class Scheduler:
         position = sequence.num_computed % self._block_size
         return 0 < position < self._block_size - 1 and sequence.num_computed >= sequence.items_end
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: SimulatedStep) -> None:
         while self.waiting and self._token_budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             cached = self.pool.find(sequence.cacheable_ids())
@@ -232,7 +232,7 @@ class Scheduler:
                 planned[item.mm_hash] = index
         return [*planned.values(), *repeated], num_tokens
 
-    def _add_work(self, step: Step, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
+    def _add_work(self, step: SimulatedStep, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
         """Add the tokens and planned items to the step, and allocate encoder cache space for the items."""
         step.tokens[sequence] = num_tokens
         self._token_budget -= num_tokens

@@ -195,7 +195,7 @@ def token_texts(model: str) -> Mapping[int, str]:
     return {token: texts[token] for token in tokens if texts.get(token, "").isascii() and texts.get(token)}
 
 
-class Item(NamedTuple):
+class SimulatedItem(NamedTuple):
     """A media item of a prompt and its placeholder. If it `is_embedded`, its embeddings are loaded, not computed."""
 
     mm_hash: str
@@ -247,7 +247,7 @@ def sequence_of(
             raise InvalidFeature("a placeholder ends beyond the prompt")
         embedding = embeddings[number] if embeddings else None
         is_embedded = embedding is not None and embedding.is_filled
-        items.append(Item(media.mm_hash, media.placeholder, media.modality, is_embedded))
+        items.append(SimulatedItem(media.mm_hash, media.placeholder, media.modality, is_embedded))
     return SimulatedSequence(
         request.request_id,
         [*token_ids, *request.generated],
@@ -280,7 +280,7 @@ class SimulatedSequence:
         min_tokens: int = 0,
         stop_token_ids: Collection[int] = (),
         seed: int | None = None,
-        items: Sequence[Item] = (),
+        items: Sequence[SimulatedItem] = (),
         lora: str | None = None,
         cache_salt: str | None = None,
     ) -> None:

@@ -12,9 +12,9 @@ from medialane.tools.check.results import CaseResult, CheckReport, compare, deco
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import (
     CheckProgress,
+    CheckSetup,
     Launch,
     ServerProcess,
-    Setup,
     Start,
     free_port,
     log_tail,
@@ -32,11 +32,11 @@ __all__ = [
     "CheckClient",
     "CheckProgress",
     "CheckReport",
+    "CheckSetup",
     "EndpointKind",
     "Launch",
     "Request",
     "ServerProcess",
-    "Setup",
     "Start",
     "TensorReport",
     "Upload",

@@ -350,7 +350,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup(Launch):
+class CheckSetup(Launch):
     """What is checked, and how. `only` selects cases whose name contains one of its words, `essential` the small
     matrix. `at_once`: both servers run at the same time."""
 
@@ -369,7 +369,7 @@ class Setup(Launch):
 Start = Callable[[Launch, CheckProgress, int], AbstractAsyncContextManager[ServerProcess]]
 
 
-def plain_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+def plain_server(setup: CheckSetup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
     """Run plain vLLM, again if a request ends its engine. Raises StartupFailed with the end of its log.
 
     Requests at which it fails are sent again: of several choices (n=2), it may answer 500 if its processes disagree on
@@ -402,7 +402,7 @@ async def plain_process(launch: Launch, progress: CheckProgress, number: int = 1
         yield process
 
 
-def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+def medialane_server(setup: CheckSetup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
     """Run `medialane serve`, again if a request ends its worker. Raises StartupFailed with the end of its log."""
     start = partial(_connected, medialane_process, setup, progress, wants_report=True)
     return RevivedServer.opened("medialane", start, progress)
@@ -431,7 +431,9 @@ async def medialane_process(launch: Launch, progress: CheckProgress, number: int
 
 
 @asynccontextmanager
-async def both_servers(setup: Setup, progress: CheckProgress) -> AsyncIterator[tuple[RevivedServer, RevivedServer]]:
+async def both_servers(
+    setup: CheckSetup, progress: CheckProgress
+) -> AsyncIterator[tuple[RevivedServer, RevivedServer]]:
     """Run both: plain vLLM, then medialane. They start and stop side by side."""
     plain, ours = AsyncExitStack(), AsyncExitStack()
     try:
@@ -452,7 +454,7 @@ def _log_name(first: str, number: int) -> str:
 
 @asynccontextmanager
 async def _connected(
-    start: Start, setup: Setup, progress: CheckProgress, number: int, *, wants_report: bool
+    start: Start, setup: CheckSetup, progress: CheckProgress, number: int, *, wants_report: bool
 ) -> AsyncIterator[CheckClient]:
     async with start(setup, progress, number) as process:
         url = process.base_url.removesuffix("/v1")
