@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from medialane.gateway.models import MAX_NAME_BYTES, search_of
@@ -84,6 +84,7 @@ _VALUES = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first body takes seconds on a loaded machine
 @given(
     body=st.dictionaries(st.sampled_from(["model", "b", "messages", '\\"', "ключ"]), _VALUES),
     size=st.integers(1, 40),

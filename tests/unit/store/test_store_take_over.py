@@ -21,6 +21,9 @@ from medialane.store.messages import HeldEntry
 from medialane.types.errors import ArenaFull, HandoverFailed, MedialaneError
 from waiting import comes_true, eventually
 
+#: A test starts up to seven processes, which import for seconds each on a loaded machine.
+pytestmark = pytest.mark.timeout(60)
+
 HERE = Path(__file__).parent
 
 
