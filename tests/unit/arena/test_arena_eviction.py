@@ -2,7 +2,8 @@
 
 import pytest
 
-from medialane.arena.allocator import Allocator, choose_span
+from medialane.arena.allocator import Allocator
+from medialane.arena.eviction import choose_span
 
 UNIT = 64
 

@@ -1,7 +1,6 @@
 import pytest
 
-from medialane.cli.status import parse_state
-from medialane.cli.workers import base_url, endpoint
+from medialane.cli.gateway_client import base_url, endpoint, parse_state
 from medialane.types.errors import StartupFailed
 
 

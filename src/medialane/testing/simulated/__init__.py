@@ -4,7 +4,8 @@
 """
 
 from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine, serve_simulated
+from medialane.testing.simulated.engine import SimulatedEngine
 from medialane.testing.simulated.sequence import SimulatedParams
+from medialane.testing.simulated.serve import serve_simulated
 
 __all__ = ["SimulatedConfig", "SimulatedEngine", "SimulatedParams", "serve_simulated"]

@@ -34,11 +34,11 @@ def patch() -> None:
 
     import poison
     from medialane.cli import store
-    from medialane.testing.simulated import engine
+    from medialane.testing.simulated import serve
 
     poison.install()
     store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
-    engine.SimulatedEngine = ReadingEngine
+    serve.SimulatedEngine = ReadingEngine
 
 
 if __name__ == "__main__":
