@@ -84,7 +84,7 @@ def spawn(
 async def ready(serve: MedialaneProcess, num_workers: int) -> tuple[ServedProcesses, OpenAiHttp]:
     """Wait until requests are answered by all workers: the first is enough for `serve` to say that it is ready."""
     await serve.answers()
-    await eventually(lambda: "Ctrl-C stops it" in serve.log.read_text(), "all are ready", START_S, more=serve.tail)
+    await eventually(lambda: "Ctrl-C stops it" in serve.log.read_text(), "serve is ready", START_S, more=serve.tail)
     client = OpenAiHttp(serve.base_url, serve.model)
 
     async def has_all() -> bool:

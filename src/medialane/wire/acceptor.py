@@ -1,7 +1,8 @@
 """Accepts connections whose peers are bounded, in number and time, until they have completed a handshake.
 
 A server of asyncio reports a connection only after its TLS handshake, so that peers which stall in that hold any number
-of file descriptors, and may report one after it was closed. Here a connection counts from the accept on.
+of file descriptors. If it is closed between accepting a connection and reporting it, it still reports it, and nothing
+closes that connection. Here a connection counts from the accept on.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ _ACCEPT_RETRY_S = 1.0
 class Acceptor:
     """Accepts until closed. Owns the listening `sockets`.
 
-    `shake_hands` is called, in a task, with each accepted socket, which it owns, and with the peer's IP address (empty
-    for a unix socket). Until
-    it returns, the connection is pending: `limit` returns how many may be."""
+    `shake_hands` is called, in a task, with each accepted socket, which it owns, and with the peer's IP address, or
+    "this host" for a unix socket. Until it returns, the connection is pending: `limit` returns how many may be."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Acceptor:
             self._loop.call_later(_ACCEPT_RETRY_S, self._listen, listening)
             return
         sock.setblocking(False)
-        ip = str(address[0]) if address else ""
+        ip = str(address[0]) if address else "this host"
         task = self._loop.create_task(self._shake_hands(sock, ip), name="handshake")
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._ended(task, sock))

@@ -117,7 +117,8 @@ def with_end_apart(delta: OutputDelta, params: SamplingParams, text_of: Callable
 
 
 def _last_text(completion: CompletionDelta, text_of: Callable[[int], str]) -> str | None:
-    """Return the text of the last of several tokens if it ended a text that others began: nothing if it only ends."""
+    """Return the text of the last token if that token is to have a step of its own, else None. The token that stops an
+    answer has none."""
     if len(completion.token_ids) < 2 or not completion.text or isinstance(completion.stop_reason, str):
         return None
     if completion.finish_reason == "stop":
