@@ -59,7 +59,8 @@ from medialane.types.media import Image, MediaRef
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.types.stage import StageName
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
+from medialane.vllm_bridge.items import VllmProcessor, decode_item
+from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.wire import Hello, RpcConfig
 
 ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
@@ -280,7 +281,7 @@ def _check_times(num_checks: int) -> list[float]:
     """Return the times of a worker's checks of one 1024x768 image's feature before it reaches the engine, in ms."""
     model = str(build_tiny_model(cache_folder(process_environ())))
     processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, TINY_MODEL_FLAGS)))
-    checker = ProcessorProfile(processor).checker
+    checker = ModelProfile(processor).checker
     made = VllmProcessor(processor).process(Image(sample_pixels(0, 1024, 768)), b"{}")
     feature = Feature("image", "0" * 64, made.header, (), made.size)
     assembled = VllmAssembler(processor).assemble([1, *_IMAGE, 2], (feature,), b"{}")

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from harness import Bar, Options, Report
 from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
 from medialane.gateway.operators import GatewayView, Limits, own_part, whole_state
-from medialane.gateway.records import RecentRequests, RequestRecord, Sent, log_end
+from medialane.gateway.records import RecentRequests, RequestRecord, log_end
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaRef, MediaSize
@@ -72,8 +72,16 @@ def _us(work: Callable[[], object], turns: int, num: int = 500) -> float:
     return 1e6 * best
 
 
+_SENT = RoutingDecision("node-0/0", "idle", num_tokens=99)
+
+
 def _request(
-    recent: RecentRequests, number: int, refs: Sequence[MediaRef], *, sent: Sent | None = None, ends: bool = True
+    recent: RecentRequests,
+    number: int,
+    refs: Sequence[MediaRef],
+    *,
+    sent: RoutingDecision = _SENT,
+    ends: bool = True,
 ) -> RequestRecord:
     """Record a request as a gateway does, from its arrival to its end."""
     record = RequestRecord()
@@ -85,12 +93,11 @@ def _request(
         with record.finding(ref):
             pass
     record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)], is_reported=False)
-    sent = sent or _SENT
-    record.sending(sent)
+    record.sending(sent, _PATH)
     record.prompt_sent()
     now = time.perf_counter()
     if ends:
-        record.answered(_DELTA, sent.decision, 99, {}, times=(now, now))
+        record.answered(_DELTA, sent, 99, {}, times=(now, now))
         record.status = 200
         record.ended(is_disconnected=False)
         recent.end(record)
@@ -98,7 +105,6 @@ def _request(
 
 
 #: What the gateway has made, whether it is recorded or not.
-_SENT = Sent(RoutingDecision("node-0/0", "idle", num_tokens=99), _PATH)
 _FEATURE = Feature("image", "a" * 64, b"", (), size=MediaSize(width=640, height=480))
 _ITEMS = [StagedItem(ref, _FEATURE, is_hit=True) for ref in _REFS]
 _DELTA = OutputDelta("request", [], num_cached_tokens=9)
@@ -122,7 +128,7 @@ async def _page_ms(turns: int) -> float:
     """Return the CPU time of one document, in ms."""
     recent = RecentRequests()
     for number in range(NUM_REQUESTS + REQUESTS_PER_S):
-        sent = Sent(RoutingDecision(_worker(number), "idle", num_tokens=99), _PATH)
+        sent = RoutingDecision(_worker(number), "idle", num_tokens=99)
         _request(recent, number, _REFS, sent=sent, ends=number < NUM_REQUESTS)
     metrics = Metrics(CollectorRegistry())
     hello, rpc, config = Hello(gateway_id="bench"), RpcConfig(), GatewayConfig()

@@ -23,7 +23,7 @@ from indexed_prompts import SYSTEM_BLOCKS, IndexedPrompts
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FakeLink
 from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.media import MediaSize
 from medialane.types.request import EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad

@@ -23,18 +23,18 @@ import msgspec
 import uvloop
 
 from local_store import store_link
-from medialane.cli import gateway, gateway_app, gateway_command, store
+from medialane.cli import gateway, gateway_command, store
 from medialane.cli.reloading import Reloading
 from medialane.cli.serving import tune_process
 from medialane.config import Config, enter_environ
 from medialane.observability import logging
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreEntries, StoreLink
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.tensor import TensorDescriptor
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 #: vLLM is imported twice and processors are loaded: takes minutes on shared cores.
 START_S = 300.0
@@ -180,7 +180,7 @@ async def _serve(
 ) -> list[Any]:
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
-    addresses = gateway_app.GatewayAddresses(list(peers.workers), peers.store)
+    addresses = gateway.GatewayAddresses(list(peers.workers), peers.store)
     await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
     if watching is not None:
         watching.cancel()

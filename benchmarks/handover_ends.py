@@ -66,10 +66,11 @@ from medialane.types.request import (
 )
 from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import plugin
-from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, placeholder_of, to_vllm_range
+from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, to_vllm_range
+from medialane.vllm_bridge.learned import placeholder_of
 from medialane.wire import RpcConfig
 from medialane.worker import Worker, WorkerConfig
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 #: Rows of patches: 1176 bytes each as uint8, four times that as float32 (Qwen2.5-VL; 3996 rows are a 1024x768 image).
 SIZES: dict[str, tuple[int, torch.dtype]] = {

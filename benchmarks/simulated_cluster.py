@@ -1,10 +1,10 @@
 """Gateways and simulated workers in virtual time, in one process.
 
 What is real: the engines' schedulers and caches, the workers' batches of KV events, the reports of each worker to each
-gateway, the announcements of requests between gateways (`rpc.session_reports`, `rpc.gateway_group`,
-`rpc.client_reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay, computation by
-`step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's load and is
-deterministic.
+gateway, the announcements of requests between gateways (`worker.reports`, `rpc.gateway_group`,
+`gateway.workers.reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay,
+computation by `step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's
+load and is deterministic.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig, RoutingRequest
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FakeLink
 from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
-from medialane.testing.simulated.scheduler import Step
-from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.testing.simulated.scheduler import SimulatedStep
+from medialane.testing.simulated.sequence import SimulatedItem, SimulatedSequence
 from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import KvChange, KvEventBatch
 from medialane.types.request import ModelCard, WorkerLoad
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
-from medialane.worker.block_reports import BlockReports
-from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
+from medialane.worker.block_table import BlockReports
+from medialane.worker.reports import PendingWorkRelay, SessionReports
 from simulated_hosts import Host, num_bytes
 from simulated_media import MediaPath
 from traces import Turn
@@ -330,7 +330,8 @@ class _Worker:
     def _add(self, request: _Request, embedded: Collection[str]) -> None:
         turn = request.turn
         items = [
-            Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality, s.mm_hash in embedded) for s in turn.media
+            SimulatedItem(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality, s.mm_hash in embedded)
+            for s in turn.media
         ]
         sequence = SimulatedSequence(
             turn.session,
@@ -356,7 +357,7 @@ class _Worker:
                 outcome.num_encoded += step.num_embeds
             self._cluster.loop.call_later(duration, self._complete, step)
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: SimulatedStep) -> None:
         now = self._cluster.loop.time()
         for sequence in self._scheduler.complete(step):
             before = self._token_s.get(sequence)

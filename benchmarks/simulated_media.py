@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from medialane.routing import EncodeCosts, EncoderQueue, NewItem, Router, choose_encoder, least_loaded
 from medialane.testing.simulated import SimulatedConfig
-from medialane.testing.simulated.encoder import EmbeddingStore, EncoderScheduler, EncodeStep, encode_step_s
 from medialane.types.feature import MediaSpan
+from simulated_encoders import EmbeddingStore, EncoderScheduler, EncodeStep, encode_step_s
 
 #: Who encodes new items.
 EncodeAt = Literal["workers", "encoders", "auto"]

@@ -54,6 +54,6 @@ class BreakingProcessor:
 
 
 def build_processor(config: bytes) -> BreakingProcessor:
-    from medialane.vllm_bridge.items import processor_factory  # imports vLLM, which the tests have no use for
+    from medialane.vllm_bridge.learned import processor_factory  # imports vLLM, which the tests have no use for
 
     return BreakingProcessor(processor_factory.build_processor(config))

@@ -11,8 +11,7 @@ from typing import Protocol
 import msgspec
 
 from medialane.testing.simulated import SimulatedParams
-from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.sequence import sequence_of
+from medialane.testing.simulated.sequence import BlockPool, sequence_of
 from medialane.types.admin import (
     AdminCall,
     AdminResult,

@@ -11,25 +11,25 @@ SRC = Path(__file__).parents[1] / "src" / "medialane"
 
 #: Lines and files.
 BUDGETS = {
-    "types": (2900, 16),
-    "runtime": (1900, 11),
+    "types": (2900, 15),
+    "runtime": (1900, 10),
     "observability": (1600, 7),
     "config": (950, 5),
-    "wire": (2650, 19),
+    "wire": (2600, 16),
     "media": (4050, 17),
-    "arena": (2800, 17),
+    "arena": (2750, 13),
     "prepare": (3500, 15),
-    "transfer": (2450, 14),
-    "store": (4150, 20),
-    "routing": (2100, 14),
-    "gateway": (15500, 83),
-    "worker": (2850, 21),
-    "vllm_bridge": (13300, 85),
+    "transfer": (2450, 13),
+    "store": (4100, 14),
+    "routing": (2100, 11),
+    "gateway": (15300, 66),
+    "worker": (2850, 15),
+    "vllm_bridge": (13250, 70),
     "cluster": (3700, 16),
-    "cli": (5200, 24),
-    "tools": (4000, 27),
+    "cli": (5100, 22),
+    "tools": (4000, 23),
     "client": (350, 4),
-    "testing": (2300, 15),
+    "testing": (2200, 11),
 }
 
 

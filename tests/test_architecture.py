@@ -54,9 +54,9 @@ IN_COMMANDS = ("simulated", "tiny_model", "sample_media")
 BRIDGE_ROOMS = {
     "seams": set(),
     "items": {"seams"},
-    "encoder_cache": {"seams", "items"},
-    "engine": {"seams", "items", "encoder_cache"},
-    "frontend": {"seams", "items", "engine"},
+    "learned": {"seams", "items"},
+    "engine": {"seams", "items", "learned"},
+    "frontend": {"seams", "items", "learned", "engine"},
 }
 
 #: Files that define protocols for vllm_bridge to fill.
@@ -74,9 +74,9 @@ OWNERS = {
     "nixl": ("transfer/nixl/nixl_agent.py",),
     "ray": ("cluster/ray/ray_cluster.py",),
     # Machine code for the scan of bodies; half a second to import: only gateways load it.
-    "numba": ("gateway/intake/native_json.py", "vllm_bridge/items/processor_factory.py"),
+    "numba": ("gateway/intake/native_json.py", "vllm_bridge/learned/processor_factory.py"),
     # File locks, which show whether an owner is alive, and whether a range is being written; numbers of descriptors.
-    "fcntl": ("runtime/private_files.py", "runtime/heartbeat.py", "arena/fill.py", "arena/slots.py"),
+    "fcntl": ("runtime/private_files.py", "runtime/heartbeat.py", "arena/locks.py"),
     "cryptography": ("wire/certificate_authority.py",),
     "av": (
         "media/video.py",

@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.vllm_bridge.frontend import Frontend
 
 VLLM_ARGS = [

@@ -14,7 +14,7 @@ from medialane.types.feature import Feature, PlacedFeature, PreparedPrompt
 from medialane.types.hashing import content_hash, feature_key, merged_options
 from medialane.types.media import MediaRef
 from medialane.vllm_bridge.items import VllmFrameSampler
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
 from vllm_configs import vllm_args as parsed
 
 

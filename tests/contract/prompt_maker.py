@@ -11,7 +11,8 @@ from medialane.types.feature import Feature, MediaPayload
 from medialane.types.media import Image
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor
+from medialane.vllm_bridge.items import VllmProcessor
+from medialane.vllm_bridge.learned import VllmAssembler
 
 PART = "<|vision_start|><|image_pad|><|vision_end|>"
 

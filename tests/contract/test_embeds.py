@@ -16,7 +16,7 @@ from medialane.types.feature import MediaPayload
 from medialane.types.request import SourcePrompt
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, InlineTensor, TensorSpec, decode_embeds
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items import AcceptedEmbeds, EmbedsReader, ProcessorProfile
+from medialane.vllm_bridge.learned import AcceptedEmbeds, EmbedsReader, ModelProfile
 from vllm_configs import renderer_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -46,7 +46,7 @@ async def embeds_renderer(tiny_model):
 @pytest.fixture
 def source(embeds_renderer):
     source = SourceRenderer(
-        embeds_renderer, embeds_renderer.model_config, ProcessorProfile(embeds_renderer.get_mm_processor())
+        embeds_renderer, embeds_renderer.model_config, ModelProfile(embeds_renderer.get_mm_processor())
     )
     source.accept_embeds(ACCEPTED)
     yield source
@@ -181,7 +181,7 @@ async def test_invalid_embedding_bytes_are_rejected(source, embeds_renderer):
 
 
 async def test_worker_without_the_flag_rejects_embeddings(renderer):
-    reader = EmbedsReader(ProcessorProfile(renderer.get_mm_processor()), ACCEPTED)
+    reader = EmbedsReader(ModelProfile(renderer.get_mm_processor()), ACCEPTED)
     data = handed(payload((1, 4, 6))).tensors[0].data
     with pytest.raises(InvalidEmbeds, match="--enable-mm-embeds"):
         reader.read("image", decode_embeds(data))
@@ -189,7 +189,7 @@ async def test_worker_without_the_flag_rejects_embeddings(renderer):
 
 async def test_renderer_output_is_validated_against_the_placeholders(source, embeds_renderer):
     found = await rendered(source, embeds_renderer, handed(payload((1, 4, 6))))
-    reader = EmbedsReader(ProcessorProfile(embeds_renderer.get_mm_processor()), ACCEPTED)
+    reader = EmbedsReader(ModelProfile(embeds_renderer.get_mm_processor()), ACCEPTED)
     reader.check("image", found, 1)
     with pytest.raises(InvalidEmbeds):
         reader.check("image", found, 2)
@@ -202,7 +202,7 @@ async def test_renderer_output_is_validated_against_the_placeholders(source, emb
     "accepted", [None, AcceptedEmbeds(fields=[], width=0, fault="it raises")], ids=["untried", "no"]
 )
 async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, accepted):
-    reader = EmbedsReader(ProcessorProfile(embeds_renderer.get_mm_processor()), accepted)
+    reader = EmbedsReader(ModelProfile(embeds_renderer.get_mm_processor()), accepted)
     data = handed(payload((1, 4, 6))).tensors[0].data
     with pytest.raises(InvalidEmbeds, match="image_embeds of this model"):
         reader.read("image", decode_embeds(data))
@@ -211,7 +211,7 @@ async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, 
 async def test_width_of_embeddings_is_the_encoders(embeds_renderer):
     """Those of Qwen3-VL are wider than the language model."""
     wide = AcceptedEmbeds(fields=[UNNAMED], width=256, fault="")
-    reader = EmbedsReader(ProcessorProfile(embeds_renderer.get_mm_processor()), wide)
+    reader = EmbedsReader(ModelProfile(embeds_renderer.get_mm_processor()), wide)
     found = reader.read("image", decode_embeds(handed(saved(values(6, 256))).tensors[0].data))
     assert torch.equal(found[UNNAMED], values(6, 256))
     with pytest.raises(InvalidEmbeds, match="256"):

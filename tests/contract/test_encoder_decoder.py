@@ -11,7 +11,7 @@ from tiny_families import FAMILIES
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from medialane.gateway.wave import wave_bytes
+from medialane.gateway.request.store_features import wave_bytes
 from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
@@ -19,7 +19,8 @@ from medialane.types.media import AudioSamples
 from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
-from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor
+from medialane.vllm_bridge.items import VllmProcessor
+from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,7 +37,7 @@ def renderer(family_renderer):
 @pytest.fixture(scope="module")
 def reader(renderer):
     llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config)
-    found = RequestReader(llm, ProcessorProfile(renderer.get_mm_processor()), set(), None)
+    found = RequestReader(llm, ModelProfile(renderer.get_mm_processor()), set(), None)
     yield found
     found.close()
 

@@ -8,8 +8,9 @@ from tiny_families import PREPARED, family_params
 
 from medialane.types.hashing import canonical_options
 from medialane.types.media import AudioSamples, FrameBatch, Image
-from medialane.vllm_bridge.items import ProcessorProfile, expand_marks
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor
+from medialane.vllm_bridge.items import expand_marks
+from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.
@@ -66,7 +67,7 @@ def of_family(family_renderer):
 
     @cache
     def made(name):
-        profile = ProcessorProfile(family_renderer(name).get_mm_processor())
+        profile = ModelProfile(family_renderer(name).get_mm_processor())
         expand_marks(profile.processor)
         return RequestProcessor(profile), profile.assembler(max_tokens=4096)
 

@@ -12,17 +12,10 @@ from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.types.hashing import canonical_options
 from medialane.types.media import AudioSamples, FrameBatch, Image
 from medialane.types.request import ExpandedPrompt
-from medialane.vllm_bridge.items import (
-    ProcessorProfile,
-    VllmAssembler,
-    VllmProcessor,
-    decode_item,
-    engine_media,
-    expand_marks,
-    tokenizes_blanks,
-)
+from medialane.vllm_bridge.items import VllmProcessor, decode_item, engine_media, expand_marks, tokenizes_blanks
 from medialane.vllm_bridge.items.mistral_chat import blank_part
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor
+from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.
@@ -106,7 +99,7 @@ class Halves:
     def __init__(self, family, renderer):
         self.family = family
         self.renderer = renderer
-        self.profile = ProcessorProfile(renderer.get_mm_processor())
+        self.profile = ModelProfile(renderer.get_mm_processor())
         expand_marks(self.profile.processor)
         self.processor = RequestProcessor(self.profile)
         self.assembler = VllmAssembler(self.profile.processor)
@@ -283,7 +276,7 @@ def test_gemma3_image_before_a_newline_is_rejected_as_in_vllm(halves):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_family_whose_items_depend_on_each_other_is_served_whole(family_renderer, name):
-    assert "number of items" in ProcessorProfile(family_renderer(name).get_mm_processor()).unfit_reason
+    assert "number of items" in ModelProfile(family_renderer(name).get_mm_processor()).unfit_reason
 
 
 @pytest.mark.parametrize("name", family_params())

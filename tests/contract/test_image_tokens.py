@@ -10,8 +10,9 @@ from tiny_families import FAMILIES, family_params
 from medialane.types.feature import MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.media import Image
-from medialane.vllm_bridge.items import ProcessorProfile, VllmProcessor
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
+from medialane.vllm_bridge.items import VllmProcessor
+from medialane.vllm_bridge.items.header_values import PlaceholderLayouts
+from medialane.vllm_bridge.learned import ModelProfile
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -29,7 +30,7 @@ def predicted(family_renderer):
 
     @cache
     def of(name):
-        profile = ProcessorProfile(family_renderer(name).get_mm_processor())
+        profile = ModelProfile(family_renderer(name).get_mm_processor())
         return profile, profile.image_tokens
 
     return of
@@ -102,7 +103,7 @@ def test_prediction_that_is_not_confirmed_is_not_used(predicted, count):
     processor = copy.copy(predicted("qwen2_5_vl")[0].processor)
     processor.info = copy.copy(processor.info)
     processor.info.get_num_image_tokens = count
-    tokens = ProcessorProfile(processor).image_tokens
+    tokens = ModelProfile(processor).image_tokens
     assert not tokens.is_trusted
     assert tokens.cost((7000, 7000), b"{}") is None
 

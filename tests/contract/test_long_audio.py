@@ -7,16 +7,10 @@ from tiny_families import FAMILIES
 from medialane.types.feature import Feature, MediaPayload
 from medialane.types.media import AudioSamples
 from medialane.types.request import ExpandedPrompt
-from medialane.vllm_bridge.items import (
-    ProcessorProfile,
-    VllmAssembler,
-    VllmProcessor,
-    decode_item,
-    decode_item_without_tensors,
-    engine_media,
-)
-from medialane.vllm_bridge.items.assembler import placeholder_ranges
+from medialane.vllm_bridge.items import VllmProcessor, decode_item, decode_item_without_tensors, engine_media
 from medialane.vllm_bridge.items.features import INLINE_BYTES
+from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
+from medialane.vllm_bridge.learned.assembler import placeholder_ranges
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 pytestmark = pytest.mark.timeout(120)  # creates the family's checkpoint and renderer
@@ -45,7 +39,7 @@ def test_prompt_and_validation_are_those_of_the_whole(processor, seconds):
     (place,) = assembled.placeholders
     payload = MediaPayload("audio", "a", item.header, (), item.size, place)
     found = decode_item(item.header, item.buffers)
-    ProcessorProfile(processor).checker.check(ExpandedPrompt(assembled.token_ids, (payload,)), [found])
+    ModelProfile(processor).checker.check(ExpandedPrompt(assembled.token_ids, (payload,)), [found])
 
 
 def test_only_the_mask_is_added_to_the_header(processor):
@@ -57,4 +51,4 @@ def test_only_the_mask_is_added_to_the_header(processor):
 
 
 def test_model_is_served_in_stage_features(processor):
-    assert not ProcessorProfile(processor).unfit
+    assert not ModelProfile(processor).unfit

@@ -14,22 +14,23 @@ from medialane.prepare import messages as preparers
 from medialane.store import messages as store
 from medialane.transfer import peer_messages as peers
 from medialane.transfer.nixl import RdmaMetadata
-from medialane.transfer.nixl import messages as nixl
+from medialane.transfer.nixl import agent as nixl
 from medialane.transfer.nixl.mover import Offer
-from medialane.types import feature_header
 from medialane.types.errors import InvalidFeature, ProtocolViolation
+from medialane.types.feature import HeaderFields
 from medialane.types.tensor import MAX_RANK, Embeds
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.items import features, sent_tensors
+from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingPlan
+from medialane.vllm_bridge.items import features
 from medialane.vllm_bridge.items.arena_tensors import WireItem
+from medialane.vllm_bridge.learned import sent_tensors
+from medialane.wire import connection
 from medialane.wire import protocol as rpc
-from medialane.wire import registration
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
-    "Fork": warm.Fork,
-    "Start": warm.Start,
+    "ForkRequest": warm.ForkRequest,
+    "ForkStart": warm.ForkStart,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
     "JobRequest": preparers.JobRequest,
@@ -41,13 +42,13 @@ MESSAGES = {
     "ToWorker": rpc.ToWorker,
     "FromWorker": rpc.FromWorker,
     "UnreadableSubmit": rpc.UnreadableSubmit,
-    "Beginning": registration.Beginning,
+    "Beginning": connection.Beginning,
     "ToMover": nixl.ToMover,
     "FromMover": nixl.FromMover,
     "Offer": Offer,
     "RdmaMetadata": RdmaMetadata,
     "Embeds": Embeds,
-    "Header": feature_header.Header,
+    "HeaderFields": HeaderFields,
     "WireItem": WireItem,
     "Fields": sent_tensors.Fields,
     "Values": sent_tensors.Values,
@@ -72,9 +73,9 @@ LOGPROBS = "of the tokens of an answer; vLLM bounds their alternatives"
 
 #: Sequences without a bound of their own: a frame's bounds them. Reading them costs as much as receiving them.
 EXPLAINED = {
-    "Start.argv": OWN,
-    "Start.environ": OWN,
-    "Start.pass_fds": OWN,
+    "ForkStart.argv": OWN,
+    "ForkStart.environ": OWN,
+    "ForkStart.pass_fds": OWN,
     "Setup.environment": OWN,
     "MediaConfig.allowed_media_domains": OWN,
     "MediaConfig.allowed_media_networks": OWN,
@@ -134,7 +135,7 @@ EXPLAINED = {
     "Read.sources": "the payload of one entry, or the descriptors of RdmaMetadata, which are bounded",
     "Read.offsets": "as Read.sources",
     "Embeds.fields": "tensors by name, whose bytes are those of an item",
-    "Header.fields": HEADER,
+    "HeaderFields.fields": HEADER,
     "Flat.slices": HEADER,
     "Nested.items": HEADER,
     "EmbeddingPlan.loads": ITEMS,
@@ -238,7 +239,7 @@ SPEC_MESSAGES = {
     ),
     "header": (
         lambda spec: header({"type": "large", "index": 0, "spec": spec}),
-        msgspec.msgpack.Decoder(feature_header.Header).decode,
+        msgspec.msgpack.Decoder(HeaderFields).decode,
     ),
 }
 

@@ -24,7 +24,8 @@ from medialane.types.media import AudioSamples, Image, MediaSize
 from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.frontend import renderer_hook
-from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor, expand_marks, tokenize_without_media
+from medialane.vllm_bridge.items import VllmProcessor, expand_marks, tokenize_without_media
+from medialane.vllm_bridge.learned import VllmAssembler
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint and renderer
@@ -221,7 +222,7 @@ def test_other_tokenizers_and_processors_are_left_as_they_are(renderer):
 
 _BUILT = """
 import os, sys
-from medialane.vllm_bridge.items.processor_factory import build_processor
+from medialane.vllm_bridge.learned.processor_factory import build_processor
 build_processor(sys.stdin.buffer.read())
 print(len(os.listdir("/proc/self/task")))
 """

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from medialane.vllm_bridge.engine.engine_options import model_report
-from medialane.vllm_bridge.items import ProfileReport
-from medialane.vllm_bridge.items.processor_profile import ModalityProfile
+from medialane.vllm_bridge.learned import ProfileReport
+from medialane.vllm_bridge.learned.model_profile import ModalityProfile
 
 pytestmark = pytest.mark.timeout(120)
 

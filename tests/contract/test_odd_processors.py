@@ -24,17 +24,16 @@ from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
 from medialane.vllm_bridge.items import (
     NO_OPTIONS,
-    ProcessorProfile,
-    VllmAssembler,
     VllmProcessor,
     decode_item,
     decode_item_without_tensors,
     engine_media,
 )
-from medialane.vllm_bridge.items.assembler import placeholder_ranges
 from medialane.vllm_bridge.items.features import INLINE_BYTES
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor
-from medialane.vllm_bridge.items.trial_items import trial_image
+from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
+from medialane.vllm_bridge.learned.assembler import placeholder_ranges
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
+from medialane.vllm_bridge.learned.trial_items import trial_image
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 IMAGE = "<|image_pad|>"
@@ -259,7 +258,7 @@ def made(renderer):
 @pytest.mark.parametrize("cls", SERVED, ids=lambda cls: cls.__name__)
 def test_processor_is_served_in_stage_features_with_the_same_prompts(made, cls):
     processor = made(cls)
-    profile = ProcessorProfile(processor)
+    profile = ModelProfile(processor)
     assert not profile.unfit
     heavy, assembler, checker = RequestProcessor(profile), VllmAssembler(processor), profile.checker
     images = [trial_image(820, 400), trial_image(420, 300), trial_image(1300, 64)]
@@ -281,7 +280,7 @@ def test_processor_is_served_in_stage_features_with_the_same_prompts(made, cls):
 
 @pytest.mark.parametrize(("cls", "reason"), GIVEN_UP.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_stage_features_is_given_up_at_start_for_a_reason(made, cls, reason):
-    profile = ProcessorProfile(made(cls))
+    profile = ModelProfile(made(cls))
     assert reason in profile.unfit["image"]
     assert "\n" not in profile.unfit["image"]
     assert profile.checker  # of a worker
@@ -309,7 +308,7 @@ class CountedBySize(Plain):
 )
 def test_tensors_that_the_number_of_tokens_does_not_follow_from_are_those_without_options(made, options, accepted):
     """The model would fail with any others, and its engine with it: vLLM compares neither."""
-    requests = RequestProcessor(ProcessorProfile(made(CountedBySize)))
+    requests = RequestProcessor(ModelProfile(made(CountedBySize)))
     with nullcontext() if accepted else pytest.raises(InvalidRequest) as refused:
         requests.process(trial_image(820, 400), options)
     assert accepted or refused.value.status == 400
@@ -320,7 +319,7 @@ def test_whole_numbers_are_those_without_options(made):
         def fields(self, width, height, kwargs):
             return super().fields(width, height + kwargs.get("shift", 0), kwargs)
 
-    requests = RequestProcessor(ProcessorProfile(made(Shifted)))
+    requests = RequestProcessor(ModelProfile(made(Shifted)))
     with pytest.raises(InvalidRequest, match="change rows of the image") as refused:
         requests.process(trial_image(820, 400), b'{"shift":1}')
     assert refused.value.param == "mm_processor_kwargs"
@@ -336,7 +335,7 @@ def test_only_the_modality_that_is_unfit_is_given_up(renderer):
 
     processor = copy.copy(renderer.get_mm_processor())
     processor._apply_hf_processor_main = run
-    profile = ProcessorProfile(processor)
+    profile = ModelProfile(processor)
     assert profile.unfit == {"video": "no video of a trial can be processed separately: no video today"}
     assert profile.checker  # of a worker
 
@@ -345,7 +344,7 @@ def test_media_of_a_model_with_a_modality_of_its_own_are_refused(renderer, made)
     """vLLM's own check of the reference would be a server error."""
     processor = made(Plain)
     processor.info.get_supported_mm_limits = lambda: {"point_cloud": None}
-    profile = ProcessorProfile(processor)
+    profile = ModelProfile(processor)
     assert "point_cloud" in profile.unfit_reason
     assert profile.is_unfit
     assert set(profile.fallback_stages.values()) == {"url"}, "it is served for text"
@@ -377,7 +376,7 @@ def test_item_that_later_needs_too_much_of_a_header_is_not_sent_as_a_feature(mad
             return {"pixels": torch.full((3, 700, 700 if width > 2000 else 70), float(width))}
 
     processor = made(CountedByLargePixels)
-    assert not ProcessorProfile(processor).unfit
+    assert not ModelProfile(processor).unfit
     with pytest.raises(FeatureUnsupported):
         VllmProcessor(processor).process(trial_image(3000, 64), b"{}")
 
@@ -414,7 +413,7 @@ class RefusesNoise(OwnPixels):
 
 
 def test_header_is_described_unless_it_has_content(made):
-    profile = ProcessorProfile(made(OwnPixels))
+    profile = ModelProfile(made(OwnPixels))
     requests = RequestProcessor(profile)
     assert profile.assembler(max_tokens=99).predicted == {"image"}
     for width, height in ((451, 211), (640, 480), (73, 75)):
@@ -426,7 +425,7 @@ def test_header_is_described_unless_it_has_content(made):
 
 
 def test_header_to_which_options_add_content_is_not_described(made):
-    requests = RequestProcessor(ProcessorProfile(made(OwnPixels)))
+    requests = RequestProcessor(ModelProfile(made(OwnPixels)))
     size = MediaSize(width=640, height=480)
     assert requests.describe("image", size, b'{"other":1}') == requests.describe("image", size, NO_OPTIONS)
     assert requests.describe("image", size, b'{"mean":1}') is None
@@ -434,7 +433,7 @@ def test_header_to_which_options_add_content_is_not_described(made):
 
 @pytest.mark.parametrize("cls", [CountsWhatItSees, LooksBright, RefusesNoise])
 def test_headers_of_a_processor_that_looks_at_content_are_not_predicted(made, cls):
-    profile = ProcessorProfile(made(cls))
+    profile = ModelProfile(made(cls))
     assert not profile.unfit
     assert not profile.assembler(max_tokens=99).predicted
     assert RequestProcessor(profile).describe("image", MediaSize(width=640, height=480), NO_OPTIONS) is None

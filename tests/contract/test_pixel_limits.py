@@ -7,8 +7,9 @@ from tiny_families import FAMILIES, family_params
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.types.errors import InvalidRequest
-from medialane.vllm_bridge.items import ProcessorProfile, item_options
-from medialane.vllm_bridge.items.sized_headers import is_pixel_limit
+from medialane.vllm_bridge.items import item_options
+from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.sized_headers import is_pixel_limit
 from vllm_configs import model_config
 
 PARAM = "messages[0].content[0].image_url"
@@ -26,7 +27,7 @@ PARAM = "messages[0].content[0].image_url"
 def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     args = ["--max-model-len=8192"] + ([] if options is None else [f"--mm-processor-kwargs={json.dumps(options)}"])
     config = model_config(tiny_model, *args)
-    assert ProcessorProfile(MULTIMODAL_REGISTRY.create_processor(config)).max_pixels == expected
+    assert ModelProfile(MULTIMODAL_REGISTRY.create_processor(config)).max_pixels == expected
 
 
 @pytest.mark.timeout(120)
@@ -41,16 +42,14 @@ def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     ],
 )
 def test_limit_of_another_kind_is_not_used(family_renderer, name, modality, limit, expected):
-    profile = ProcessorProfile(family_renderer(name).get_mm_processor())
+    profile = ModelProfile(family_renderer(name).get_mm_processor())
     assert is_pixel_limit(profile.processor, profile.trial.by_modality[modality][-1], limit) == expected
 
 
 @pytest.mark.timeout(120)  # creates the family's checkpoint and renderer
 @pytest.mark.parametrize("name", family_params())
 def test_families_with_pixel_limits(family_renderer, name):
-    assert (
-        bool(ProcessorProfile(family_renderer(name).get_mm_processor()).max_pixels) == FAMILIES[name].has_pixel_limits
-    )
+    assert bool(ModelProfile(family_renderer(name).get_mm_processor()).max_pixels) == FAMILIES[name].has_pixel_limits
 
 
 @pytest.mark.parametrize(
@@ -84,4 +83,4 @@ def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkey
         raise OSError("there is no processor_config.json")
 
     monkeypatch.setattr(processor.info, "get_hf_processor", no_files)
-    assert ProcessorProfile(processor).max_pixels == {}
+    assert ModelProfile(processor).max_pixels == {}

@@ -15,10 +15,11 @@ from medialane.types.errors import InvalidImage, PromptRejected, PromptTooLong
 from medialane.types.feature import Feature
 from medialane.types.media import Image, MediaSize
 from medialane.vllm_bridge.frontend import Frontend
-from medialane.vllm_bridge.items import ProcessorProfile, VllmProcessor, decode_item, encode_item
-from medialane.vllm_bridge.items.placeholder_layout import stand_in
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor, build_processor
-from medialane.vllm_bridge.items.trial_items import trial_video
+from medialane.vllm_bridge.items import VllmProcessor, decode_item, encode_item
+from medialane.vllm_bridge.items.header_values import stand_in
+from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor, build_processor
+from medialane.vllm_bridge.learned.trial_items import trial_video
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 
@@ -54,7 +55,7 @@ def processor(renderer):
 
 @pytest.fixture(scope="module")
 def assembler(renderer):
-    return ProcessorProfile(renderer.get_mm_processor()).assembler(max_tokens=8192)
+    return ModelProfile(renderer.get_mm_processor()).assembler(max_tokens=8192)
 
 
 def assert_same(item, expected):
@@ -92,7 +93,7 @@ def test_prompt_assembled_from_headers_equals_vllm(renderer, processor, assemble
 
 @pytest.mark.parametrize("size", [*SIZES, (4, 40), (40, 4), (3, 300), (300, 3)], ids=str)
 def test_tensor_input_gives_the_same_tensors_as_in_a_request(renderer, size):
-    profile = ProcessorProfile(renderer.get_mm_processor())
+    profile = ModelProfile(renderer.get_mm_processor())
     assert profile.accepts_tensors  # this model's image processor is torch-based: the fast path is used
     processor = RequestProcessor(profile)
     array = pixels(*size)
@@ -119,7 +120,7 @@ def test_processor_with_different_results_for_tensors_gets_pillow_images(rendere
     engine_processor.info = copy.copy(engine_processor.info)
     own = engine_processor.info.parse_mm_data
     engine_processor.info.parse_mm_data = parse
-    profile = ProcessorProfile(engine_processor)
+    profile = ModelProfile(engine_processor)
     assert not profile.accepts_tensors
     array = pixels(200, 100)
     expected = whole(renderer, prompt(renderer, 1), [array])
@@ -200,10 +201,10 @@ def test_stand_in_has_a_size_but_no_memory():
 
 
 def test_only_families_keeping_the_cached_hf_step_may_be_split(renderer):
-    assert not ProcessorProfile(renderer.get_mm_processor()).unfit
+    assert not ModelProfile(renderer.get_mm_processor()).unfit
     overriding = copy.copy(renderer.get_mm_processor())
     overriding.__class__ = type("Overriding", (type(overriding),), {"_cached_apply_hf_processor": lambda self: None})
-    profile = ProcessorProfile(overriding)
+    profile = ModelProfile(overriding)
     assert profile.unfit.keys() == {"image", "video"}
     assert "number of items" in profile.unfit_reason
 

@@ -14,13 +14,14 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, Mul
 from medialane.types.errors import InvalidFeature
 from medialane.types.feature import Feature, PlaceholderRange
 from medialane.vllm_bridge.frontend.feature_files import safetensors_of
-from medialane.vllm_bridge.items import ProcessorProfile, TensorsReader, decode_item, normalization_of
-from medialane.vllm_bridge.items.sent_tensors import MAX_FIELDS
+from medialane.vllm_bridge.items import decode_item
+from medialane.vllm_bridge.learned import ModelProfile, TensorsReader, normalization_of
+from medialane.vllm_bridge.learned.sent_tensors import MAX_FIELDS
 
 
 @pytest.fixture(scope="module")
 def profile(renderer):
-    return ProcessorProfile(renderer.get_mm_processor())
+    return ModelProfile(renderer.get_mm_processor())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from decoded_media import decode_video
 from medialane.media import MediaConfig
 from medialane.types.errors import InvalidRequest, InvalidVideo, TooManyFrames
 from medialane.types.media import FrameBatch
-from medialane.vllm_bridge.items import frame_sampler
+from medialane.vllm_bridge.items import preparation as frame_sampler
 from medialane.vllm_bridge.seams import multimodal
 from video_clips import broken, clip, jpegs, remux
 

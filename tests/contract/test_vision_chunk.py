@@ -21,7 +21,8 @@ from medialane.types.errors import InvalidRequest
 from medialane.types.feature import Feature
 from medialane.types.media import Image, MediaRef
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
-from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
+from medialane.vllm_bridge.items import VllmProcessor, decode_item
+from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.seams.multimodal import new_processor
 from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, name_for_engine
 from vllm_configs import model_config
@@ -50,7 +51,7 @@ def hook(config, processor):
     return RendererHook(
         renderer,
         SimpleNamespace(fail=lambda _: None, resolve=lambda _: MediaRef("image", "here", url="http://x")),
-        ProcessorProfile(processor),
+        ModelProfile(processor),
     )
 
 
@@ -79,7 +80,7 @@ def test_images_have_the_tokens_and_tensors_of_vllms_chunks(config, processor):
 
 
 def test_all_images_are_processed_one_by_one_and_limited_as_chunks(processor):
-    assert ProcessorProfile(processor).unfit == {}
+    assert ModelProfile(processor).unfit == {}
     assert processor.info.allowed_mm_limits == {"image": 3}
 
 
@@ -110,7 +111,7 @@ def test_processor_of_preparers_starts_no_threads_of_numba(config):
     program = """if True:
         import sys, msgspec
         from medialane.prepare.processor import FactoryConfig
-        from medialane.vllm_bridge.items.processor_factory import build_processor
+        from medialane.vllm_bridge.learned.processor_factory import build_processor
         build_processor(msgspec.json.encode(FactoryConfig(sys.argv[1], [])))
         from numba.np.ufunc import parallel
         print("threads launched:", parallel._is_initialized)

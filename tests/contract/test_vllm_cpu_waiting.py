@@ -8,9 +8,8 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-from medialane.vllm_bridge.engine import cpu_waiting
-from medialane.vllm_bridge.engine.plugin import register
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine import engine_cpu as cpu_waiting
+from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
 
 cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
 
@@ -26,7 +25,7 @@ def vllms_condition(monkeypatch):
 @pytest.fixture
 def queue(vllms_condition):
     """A reader of a message queue, with its writer, in this process."""
-    cpu_waiting.install()
+    cpu_waiting.shorten_waits()
     writer = shm_broadcast.MessageQueue(1, 1)
     reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
     return reader, writer
@@ -43,7 +42,7 @@ def test_plugin_replaces_the_condition_of_message_queues(vllms_condition):
 
 def test_gpu_host_keeps_vllms_condition(vllms_condition, monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _self: False)
-    cpu_waiting.install()
+    cpu_waiting.shorten_waits()
     assert shm_broadcast.SpinCondition is vllms_condition
 
 

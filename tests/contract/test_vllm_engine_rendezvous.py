@@ -7,8 +7,8 @@ import pytest
 from vllm import envs
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
-from medialane.vllm_bridge.seams.rendezvous import use_socket_folder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder
+from medialane.vllm_bridge.seams.engine_core import use_socket_folder
 
 
 def test_executors_meet_in_the_private_folder():

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from medialane.prepare import FactoryConfig
-from medialane.vllm_bridge.items import ProcessorProfile, processor_settings
+from medialane.vllm_bridge.learned import ModelProfile, processor_settings
 from vllm_configs import frontend_config
 
 
@@ -16,7 +16,7 @@ def settings_of(tiny_model):
         config = frontend_config(tiny_model, flags)
         renderer = renderer_from_config(config)
         try:
-            return processor_settings(config.model_config, ProcessorProfile(renderer.get_mm_processor()))
+            return processor_settings(config.model_config, ModelProfile(renderer.get_mm_processor()))
         finally:
             renderer.shutdown()
 
@@ -39,7 +39,7 @@ def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags, monk
     """A gateway refuses a store that processes media otherwise."""
     from huggingface_hub import constants
 
-    from medialane.vllm_bridge.items.processor_factory import build_processor
+    from medialane.vllm_bridge.learned.processor_factory import build_processor
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which `build_processor` changes
     processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
@@ -66,9 +66,9 @@ def test_setting_that_changes_no_feature_is_ignored(settings_of, settings):
 def test_use_of_the_processor_changes_no_setting(renderer):
     """vLLM keeps one Hugging Face processor per process, which may remember what it has computed."""
     processor = renderer.get_mm_processor()
-    before = processor_settings(renderer.model_config, ProcessorProfile(processor))
+    before = processor_settings(renderer.model_config, ModelProfile(processor))
     processor.info.get_hf_processor().image_processor.remembered = "of an image"
-    assert processor_settings(renderer.model_config, ProcessorProfile(processor)) == before
+    assert processor_settings(renderer.model_config, ModelProfile(processor)) == before
 
 
 def test_local_paths_are_not_reported(settings, tiny_model):

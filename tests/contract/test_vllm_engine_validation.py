@@ -12,9 +12,10 @@ from medialane.types.errors import InvalidFeature, PromptRejected
 from medialane.types.feature import PlaceholderRange
 from medialane.types.media import MediaSize
 from medialane.types.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.items import ProcessorProfile, decode_item, encode_item
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.items.validation import check_ranges
+from medialane.vllm_bridge.items import decode_item, encode_item
+from medialane.vllm_bridge.items.header_values import PlaceholderLayouts
+from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.validation import check_ranges
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def maker(renderer):
 
 @pytest.fixture(scope="module")
 def checker(renderer):
-    return ProcessorProfile(renderer.get_mm_processor()).checker
+    return ModelProfile(renderer.get_mm_processor()).checker
 
 
 @pytest.fixture(scope="module")

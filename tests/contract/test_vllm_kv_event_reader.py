@@ -11,7 +11,7 @@ from vllm.distributed import kv_events as vllm_events
 from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder
 from waiting import eventually
 
 DEADLINE_S = 10.0

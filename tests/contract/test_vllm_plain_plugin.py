@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ from openai_http import chat, photo, picture, text
 from PIL import Image as PILImage
 
 from medialane.arena import ENTRY_HEADER_BYTES, describe, layout
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.store import FindItem, StoreLink
 from medialane.types.errors import HandoverFailed, InvalidFeature, MedialaneError, PromptRejected
 from medialane.types.feature import MediaPayload, PlaceholderRange
@@ -38,7 +38,7 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 def processor(serve):
     """The processor that preparers run."""
     from medialane.prepare import FactoryConfig
-    from medialane.vllm_bridge.items.processor_factory import build_processor
+    from medialane.vllm_bridge.learned.processor_factory import build_processor
 
     return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
 

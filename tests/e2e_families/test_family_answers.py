@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_families import CHECKED
 
 from medialane.testing.tiny_model import cache_folder
-from medialane.tools.check import CheckProgress, Setup, encode, run_check
+from medialane.tools.check import CheckProgress, CheckSetup, encode, run_check
 
 pytestmark = pytest.mark.vllm
 
@@ -82,7 +82,7 @@ async def test_encoder_prompts_that_workers_process_give_plain_vllms_answers(sta
 
 async def compared(family, environ, logs, *, whole):
     """The report on a family, of the whole matrix or the small one."""
-    setup = Setup(
+    setup = CheckSetup(
         model=str(family.build(cache_folder(os.environ))),
         vllm_args=family.flags,
         environ=environ,

@@ -20,10 +20,11 @@ from vllm.renderers import renderer_from_config
 from medialane.testing.tiny_model import cache_folder
 from medialane.types.media import MediaSize, Modality
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.items import NO_OPTIONS, ProcessorProfile, expand_marks
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor
-from medialane.vllm_bridge.items.sized_headers import noise
-from medialane.vllm_bridge.items.trial_items import trial_audio, trial_video
+from medialane.vllm_bridge.items import NO_OPTIONS, expand_marks
+from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
+from medialane.vllm_bridge.learned.sized_headers import noise
+from medialane.vllm_bridge.learned.trial_items import trial_audio, trial_video
 from medialane.vllm_bridge.seams.multimodal import processor_of
 
 _SIZES: dict[Modality, MediaSize] = {
@@ -39,7 +40,7 @@ def predicted(name: str) -> tuple[str, ...]:
     args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
     renderer = renderer_from_config(create_frontend_config(args))
     try:
-        profile = ProcessorProfile(processor_of(renderer))
+        profile = ModelProfile(processor_of(renderer))
         expand_marks(profile.processor)
         processor = RequestProcessor(profile)
         for modality in profile.content_fields:

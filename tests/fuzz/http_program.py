@@ -30,9 +30,9 @@ from medialane.gateway import (
     http_bounds,
 )
 from medialane.observability import configure
-from medialane.testing.fake_handler import FAKE_CARD
+from medialane.testing.fake_worker import FAKE_CARD
 from medialane.wire import RpcConfig, bind_http, bind_unix
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 BLOCKED_S = 0.05
 API_KEY = "client"
@@ -53,7 +53,7 @@ def measure(file: Path) -> None:
 
 
 async def serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
-    from medialane.cli import gateway, gateway_app
+    from medialane.cli import gateway
     from medialane.cli.reloading import Reloading
 
     tune_process()
@@ -65,7 +65,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
     await workers.serve(f"unix:{worker}")
     async with gateway_program._mapping(handler, config, f"unix:{store}"):  # noqa: SLF001
         with bind_unix(path) as sock:
-            addresses = gateway_app.GatewayAddresses([f"unix:{worker}"], f"unix:{store}")
+            addresses = gateway.GatewayAddresses([f"unix:{worker}"], f"unix:{store}")
             routing = asyncio.create_task(route(config.gateway, model, path, port, folder))
             await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
             routing.cancel()

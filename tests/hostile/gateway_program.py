@@ -29,9 +29,9 @@ from medialane.media.fetch import Fetcher
 from medialane.prepare import fork_forkserver
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.store import StoreLink
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 #: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {
@@ -125,7 +125,7 @@ def _forked(run_store: Callable[[], int]) -> Iterator[None]:
 
 
 async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
-    from medialane.cli import gateway, gateway_app
+    from medialane.cli import gateway
     from medialane.cli.reloading import Reloading
 
     worker, store = f"unix:{folder}/worker", f"unix:{folder}/store"
@@ -135,7 +135,7 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
     try:
         async with _mapping(handler, config, store):
             with bind_http("127.0.0.1", port) as sock:
-                addresses = gateway_app.GatewayAddresses([worker], store)
+                addresses = gateway.GatewayAddresses([worker], store)
                 await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
     finally:
         await server.close()

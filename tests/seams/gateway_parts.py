@@ -46,7 +46,7 @@ from medialane.types.media import MediaRef
 from medialane.types.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 from waiting import eventually
 
 PROCESSOR = {"model": "fake"}

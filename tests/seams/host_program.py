@@ -199,7 +199,7 @@ async def gateway(folder: Path, name: str) -> int:
 
     from medialane.gateway import GatewayConfig, StoreFeatures
     from medialane.routing import RoutingConfig
-    from medialane.runtime.loop_fairness import LoopFairness
+    from medialane.runtime.tasks import LoopFairness
     from medialane.testing.fake_processor import FakeProcessor
     from medialane.types.hashing import digest
 

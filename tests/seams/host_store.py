@@ -11,7 +11,7 @@ from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.prepare import PreparerPool
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import (
     Aliases,
     Items,

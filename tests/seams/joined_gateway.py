@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
-from medialane.gateway.worker_link import JoinServer
+from medialane.gateway.workers import JoinServer
 from medialane.observability import Metrics
 from medialane.wire import Hello, RpcConfig, parse_address
 

@@ -32,7 +32,7 @@ from medialane.gateway import (
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.feature import MediaPrompt

@@ -243,7 +243,7 @@ async def test_cancelled_client_does_not_end_the_encode_request_of_another(host)
     first = asyncio.create_task(host.answer(png()))
     await eventually(lambda: host.encoder.num_reading == 1)
     second = asyncio.create_task(host.answer(png(), request_id="second"))
-    (flight,) = host.parts.gateway._encoders._flights._flights.values()
+    (flight,) = host.parts.gateway._runner._encoders._flights._flights.values()
     await eventually(lambda: flight.num_waiters == 2)
     first.cancel()
     assert await second

@@ -13,7 +13,7 @@ import uvloop
 from gateway_parts import FakeWorker, request
 
 from medialane.arena import describe
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.types.errors import WorkerLost
 from medialane.types.feature import MediaPayload, PlaceholderRange
 from medialane.types.request import ExpandedPrompt, SourcePrompt

@@ -26,7 +26,7 @@ from medialane.gateway.http import LEASE_PATH, MEDIA_PATH, error_form, send_erro
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import ClientDisconnected, InvalidRequest, MedialaneError, UnknownMedia
 from medialane.types.feature import MediaPrompt

@@ -25,7 +25,7 @@ from medialane.gateway import (
 )
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import ClientDisconnected, MedialaneError, UnknownMediaUuid
 from medialane.types.feature import MediaPrompt

@@ -11,13 +11,13 @@ from joined_gateway import PROCESSOR, RPC, Gateway
 from prometheus_client import generate_latest
 
 from medialane.gateway import GatewayConfig, health_of
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress
 from medialane.worker import WorkerConfig
-from medialane.worker.gateway_link import RpcServer
 from medialane.worker.membership import Membership
+from medialane.worker.server import RpcServer
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)

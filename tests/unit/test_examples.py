@@ -20,7 +20,7 @@ from medialane.cli import COMMANDS, parse_words, serve
 from medialane.cluster import Hardware, check_join, check_join_listen, flag_table, model_groups
 from medialane.cluster.ray import Nodes, remote, with_join_addresses, worker_specs
 from medialane.config import load_config, load_models
-from medialane.gateway.admission.keys_file import read_keys
+from medialane.gateway.admission.tenants import read_keys
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -5,11 +5,10 @@ other processes open an `ArenaView` and resolve ranges and descriptors to memory
 writes the payload of a range. `reap` removes files of dead owners.
 """
 
-from medialane.arena.adoption import header_bytes
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
-from medialane.arena.fill import FillWriter
-from medialane.arena.hold_log import HoldLog
+from medialane.arena.entries import HoldLog
+from medialane.arena.index import header_bytes
 from medialane.arena.layout import (
     ENTRY_HEADER_BYTES,
     KEPT,
@@ -21,10 +20,10 @@ from medialane.arena.layout import (
     is_valid,
     layout,
 )
-from medialane.arena.lease import Cached, Lease, Reservation
+from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
+from medialane.arena.locks import ClientSlot, FillWriter
 from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, kept_arenas, reap
-from medialane.arena.slots import ClientSlot, Unfinished
 from medialane.arena.view import ArenaView
 
 __all__ = [

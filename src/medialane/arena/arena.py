@@ -13,15 +13,13 @@ from pathlib import Path
 from threading import Event
 from typing import Literal, TypeVar, cast, overload
 
-from medialane.arena.adoption import RECORD_BYTES, AdoptedEntries, encode_record, read_entries
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import Entry, EntryTable
+from medialane.arena.entries import Entry, EntryTable, HoldLog
 from medialane.arena.file import ArenaFile
-from medialane.arena.hold_log import HoldLog
-from medialane.arena.index import Indexed, State
+from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, State, encode_record, read_entries
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
-from medialane.arena.lease import Cached, Lease, Reservation
-from medialane.arena.slots import ClientSlot, Unfinished, new_slot
+from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
+from medialane.arena.locks import ClientSlot, new_slot
 from medialane.arena.view import ArenaView
 from medialane.types.errors import MediaTooLarge
 from medialane.types.feature import EntryKind, Feature

@@ -16,6 +16,7 @@ A writing or pinned entry is *held* and cannot be evicted. Every entry is freed 
 from __future__ import annotations
 
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,18 +24,15 @@ from enum import Enum
 from heapq import merge
 from itertools import count, islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Generic, TypeVar, get_args
+from typing import Generic, TypeVar, get_args
 
-from medialane.arena.allocator import Allocator
-from medialane.arena.eviction import Span, choose_span
+from medialane.arena.allocator import Allocator, Span, choose_span
+from medialane.runtime.tasks import TAKER, call_site
 from medialane.types.errors import ArenaFull
 from medialane.types.feature import EntryKind
 from medialane.types.retry_after import Places
-from medialane.types.stats import ArenaStats
+from medialane.types.stats import ArenaStats, HoldRecord
 from medialane.types.tensor import ArenaRange, align
-
-if TYPE_CHECKING:  # which records entries
-    from medialane.arena.hold_log import HoldLog
 
 V = TypeVar("V")
 
@@ -45,6 +43,9 @@ KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 _MAX_SEEDS = 64
 
 _NOT_FREE = "no memory for media is free at the moment"
+
+#: Frames of the handle's constructor and of `add`.
+_OWN_FRAMES = 2
 
 
 class EntryState(Enum):
@@ -413,3 +414,34 @@ class EntryTable(Generic[V]):
         self._kind_bytes[entry.kind] -= entry.size
         self._on_free(entry.range)
         self._allocator.free(self._offset(entry))
+
+
+class HoldLog:
+    """One per arena, for leases and reservations from their construction to their end."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._taken: dict[int, tuple[Entry, float, str, str]] = {}
+
+    def add(self, handle: object, entry: Entry) -> None:
+        self._taken[id(handle)] = entry, self._clock(), TAKER.get(), call_site(_OWN_FRAMES)
+
+    def remove(self, handle: object) -> None:
+        self._taken.pop(id(handle), None)
+
+    def records(self, number: int) -> tuple[HoldRecord, ...]:
+        """Return the oldest ones."""
+        now = self._clock()
+        return tuple(
+            HoldRecord(
+                offset=entry.range.offset,
+                size_bytes=entry.size,
+                kind=entry.kind,
+                key=entry.key or "",
+                state=entry.state.value,
+                taker=taker,
+                call_site=at,
+                age_s=now - since,
+            )
+            for entry, since, taker, at in islice(self._taken.values(), number)
+        )

@@ -26,7 +26,6 @@ from pathlib import Path
 from threading import Event
 
 from medialane.arena.config import ArenaConfig, not_enough_space
-from medialane.arena.fill import lock_range, unlock_range
 from medialane.arena.index import Index, index_bytes
 from medialane.arena.layout import (
     FILE_GLOB,
@@ -40,7 +39,7 @@ from medialane.arena.layout import (
     encode_keeper,
     file_path,
 )
-from medialane.arena.slots import live_slots
+from medialane.arena.locks import live_slots, lock_range, unlock_range
 from medialane.arena.view import ArenaView, open_file, read_header
 from medialane.runtime.linux import last_error, libc
 from medialane.runtime.private_files import try_lock

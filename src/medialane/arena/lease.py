@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from medialane.arena.entries import Entry, EntryTable
 from medialane.arena.layout import ENTRY_HEADER_BYTES, stamp
@@ -104,6 +104,19 @@ class Reservation:
 
     def __repr__(self) -> str:
         return f"Reservation({self.range}, {'ended' if self._ended else 'open'})"
+
+
+class Unfinished(NamedTuple):
+    """A range that the client with the slot `writer` was writing when the earlier owner ended.
+
+    `value` is what is to be cached once it is completed (`FillWriter`), unless it `is_revoked`; None for a range that
+    the owner would have described once it was written.
+    """
+
+    reservation: Reservation
+    writer: int
+    value: Feature | None = None
+    is_revoked: bool = False
 
 
 class Lease(Generic[T]):

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from medialane.arena.layout import FILE_MAGIC, FILE_NAME, KEPT, PAGE_BYTES, FileHeader, decode_keeper
-from medialane.arena.slots import live_slots
+from medialane.arena.locks import live_slots
 from medialane.runtime.private_files import abandoned
 
 

@@ -25,10 +25,9 @@ from medialane.gateway import metrics_key
 from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.media import items_named
-from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CheckReport, encode
 from medialane.tools.check.run import run_check
-from medialane.tools.check.servers import Setup
+from medialane.tools.check.servers import CheckProgress, CheckSetup
 from medialane.tools.check.tensors import TensorReport, compare_tensors
 from medialane.types.errors import StartupFailed
 
@@ -151,9 +150,9 @@ def _check_words(words: Sequence[str], *, tensors: bool) -> None:
             raise StartupFailed(f"--only {word}: no case has that in its name; words that some have: {examples}")
 
 
-def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
+def _setup(args: argparse.Namespace, config: Config, logs: Path) -> CheckSetup:
     plain, own = launch_environs(args, config, num_workers=2 if args.at_once else 1)
-    return Setup(
+    return CheckSetup(
         model=args.model,
         vllm_args=args.vllm_args,
         environ=plain,
@@ -168,7 +167,7 @@ def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
     )
 
 
-async def _report(setup: Setup, *, tensors: bool) -> CheckReport | TensorReport:
+async def _report(setup: CheckSetup, *, tensors: bool) -> CheckReport | TensorReport:
     with closing(CheckProgress(Console(stderr=True, highlight=False))) as progress:
         return await compare_tensors(setup, progress) if tensors else await run_check(setup, progress)
 

@@ -18,8 +18,7 @@ from medialane.cluster.preflight import check_start
 from medialane.config import load_config, process_environ
 from medialane.gateway import metrics_key
 from medialane.runtime.host import machine
-from medialane.tools.check.progress import CheckProgress
-from medialane.tools.check.servers import Launch
+from medialane.tools.check.servers import CheckProgress, Launch
 from medialane.tools.compare import (
     Comparison,
     Journal,

@@ -1,4 +1,5 @@
-"""`medialane gateway`: one gateway process, assembled from its components."""
+"""`medialane gateway`: one gateway process, assembled from its components: vLLM's app around them, with our endpoints
+and the metrics of all of them."""
 
 from __future__ import annotations
 
@@ -7,51 +8,76 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
 
-from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
-from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.cli.serving import EssentialTasks, tune_process, unless_set
+from medialane.cli.reloading import RELOAD, Reloading, reloaded_by_hangup
+from medialane.cli.serving import EssentialTasks, http_listener, tune_process, unless_set
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
 from medialane.gateway import (
+    SCRAPE_TIMEOUT_S,
     AccessKeys,
+    AccessMiddleware,
     BoundedServer,
+    Encoders,
+    Gateway,
     GatewayConfig,
     GatewayMetrics,
+    Health,
+    InlineTransport,
+    IntakeMiddleware,
+    MediaEndpoint,
     OpenRequests,
+    OperatorEndpoints,
+    PlainHashes,
+    PullTransport,
     RecentRequests,
     Recorder,
     RequestTracing,
+    ScopeMiddleware,
+    ScrapeMiddleware,
     SharedCounts,
+    ShmTransport,
+    StoreFeatures,
+    Transports,
+    WorkerControl,
     WorkerLink,
     WorkerPool,
+    WorkerScrape,
+    health_of,
     http_bounds,
+    no_others,
 )
 from medialane.gateway.intake import warm_up
-from medialane.gateway.worker_link.join_server import JoinServer
+from medialane.gateway.workers.join_server import JoinServer
+from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
-from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.phase import enter_phase, show_ready, watched
+from medialane.routing.encode_choice import EncodeCosts
+from medialane.runtime.phase import enter_phase, exits_of_host, hang_problems, show_ready, watched
+from medialane.runtime.resources import MemoryUse
 from medialane.runtime.stop import Stop, stopped_by_signals
-from medialane.store import StoreLink
-from medialane.types.errors import StartupFailed
+from medialane.runtime.tasks import LoopFairness
+from medialane.store import HoldPasser, StoreGrants, StoreLink
+from medialane.types.errors import GatewayDraining, StartupFailed
+from medialane.types.hashing import digest
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.vllm_bridge.frontend import prebuilt
-from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.vllm_bridge.frontend.app import Action, Frontend
+from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.wire.address import consecutive_ports, parse_named
-from medialane.wire.listener import bind_http, bind_unix, inherited
 from medialane.wire.protocol import Hello
 from medialane.wire.security import is_loopback
 
@@ -62,6 +88,57 @@ EXIT_FAILED = 70
 
 #: How long the first attempts to connect to workers may hold up the start. One that is ready answers in milliseconds.
 _TRIED_S = 2.0
+
+
+class GatewayAddresses(NamedTuple):
+    """The addresses that a gateway needs: of the workers, with their names (`parse_named`), and of the store on this
+    host, unless the model is text-only. If several gateways share a port: the paths of all their sockets (see
+    `GatewayMetrics`), and the index of this one."""
+
+    workers: Sequence[str]
+    store: str | None
+    gateways: Sequence[str] = ()
+    gateway_index: int = 0
+
+
+@dataclass(frozen=True)
+class Components:
+    """The components of a gateway. `gateway_config` is `config.gateway` with the stage that the model supports."""
+
+    config: Config
+    gateway_config: GatewayConfig
+    frontend: Frontend
+    keys: AccessKeys
+    store: StoreLink
+    links: WorkerPool
+    router: Router
+    fairness: LoopFairness
+    metrics: Metrics
+    requests: OpenRequests
+    recent: RecentRequests
+    counts: SharedCounts
+    tracing: RequestTracing | None
+    recorder: Recorder | None
+    stop: Stop
+
+    @property
+    def media_store(self) -> StoreLink | None:
+        """None for a text-only model."""
+        return self.store if self.frontend.takes_media else None
+
+    def health(self) -> Health:
+        needed = None if self.gateway_config.render_only else self.links
+        return health_of(needed, [*hang_problems(), None if self.media_store is None else self.media_store.problem])
+
+    def is_stopping(self) -> bool:
+        return self.stop.asked.is_set()
+
+    def give_up(self) -> None:
+        """End all requests with an error: the gateway stops, and their time is over."""
+        error = GatewayDraining("the gateway is restarted, and the request has not ended in time (--drain-timeout)")
+        logger.warning("%d requests have not ended while draining", len(self.requests))
+        self.requests.give_up(error)
+        self.links.fail(error)
 
 
 def prebuild(model: str, vllm_args: Sequence[str]) -> None:
@@ -86,17 +163,8 @@ def run(
     Raises StartupFailed.
     """
     tune_process()
-    with _bound(reloading.config, listen_fd, http_socket) as sock:
+    with http_listener(reloading.config.server, listen_fd, http_socket) as sock:
         return uvloop.run(serve(reloading, model, vllm_args, addresses=addresses, sock=sock))
-
-
-def _bound(config: Config, listen_fd: int | None, http_socket: Path | None) -> socket.socket:
-    """Raises StartupFailed."""
-    if listen_fd is not None:
-        return inherited(listen_fd)
-    if http_socket is None:
-        return bind_http(config.server.host, config.server.port)
-    return bind_unix(str(http_socket))
 
 
 async def serve(
@@ -188,6 +256,8 @@ async def _start(
         scraped="gateway",
         names_takers=config.store.debug_holds,
     )
+    if (recorder := Recorder.open(config.recording)) is not None:
+        stack.push_async_callback(recorder.close)
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
     components = Components(
         config=config,
@@ -203,7 +273,7 @@ async def _start(
         recent=RecentRequests(),
         counts=counts,
         tracing=_tracing(frontend, vllm_args, stack),
-        recorder=_recorder(config, stack),
+        recorder=recorder,
         stop=stop,
     )
     gateway = gateway_of(components)
@@ -241,13 +311,6 @@ def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack
     return RequestTracing(tracing, frontend.served_model)
 
 
-def _recorder(config: Config, stack: AsyncExitStack) -> Recorder | None:
-    """Return what records requests, if they are to be recorded. Raises StartupFailed."""
-    if (recorder := Recorder.open(config.recording)) is not None:
-        stack.push_async_callback(recorder.close)
-    return recorder
-
-
 def _counts(addresses: GatewayAddresses) -> SharedCounts:
     """Return what the gateways of this port count together, in a file beside their sockets."""
     if not addresses.gateways:
@@ -261,16 +324,12 @@ async def _connect_to_workers(
 ) -> None:
     tasks.start(components.links.run(), "connecting to workers")
     if components.gateway_config.join_listen:
-        await _listen_for_workers(components, addresses, stack)
+        server = JoinServer(components.config.rpc, components.links.serve_joined)
+        stack.push_async_callback(server.close)
+        join_at = _join_addresses(components.gateway_config, addresses)[addresses.gateway_index]
+        logger.info("workers join at %s", await server.serve(join_at))
     # When a gateway is restarted, clients wait in the queue of its socket, and its workers are ready.
     await components.links.tried(_TRIED_S)
-
-
-async def _listen_for_workers(components: Components, addresses: GatewayAddresses, stack: AsyncExitStack) -> None:
-    server = JoinServer(components.config.rpc, components.links.serve_joined)
-    stack.push_async_callback(server.close)
-    join_at = _join_addresses(components.gateway_config, addresses)[addresses.gateway_index]
-    logger.info("workers join at %s", await server.serve(join_at))
 
 
 def _join_addresses(config: GatewayConfig, addresses: GatewayAddresses) -> list[str]:
@@ -336,3 +395,183 @@ def _links(
     )
     store.watch(lambda _: pool.arena_changed())
     return pool
+
+
+def gateway_of(components: Components) -> Gateway:
+    """Return what answers requests."""
+    features = StoreFeatures(
+        components.store,
+        processor_digest=digest(components.frontend.processor_settings),
+        fairness=components.fairness,
+        media=components.config.media,
+        retention_s=components.config.store.hold_retention_s,
+    )
+    router, transfer, store = components.router, components.config.transfer, components.store
+    shm = ShmTransport(HoldPasser(store, retention_s=components.config.store.hold_retention_s))
+    pull = PullTransport(StoreGrants(store), transfer.mover)
+    inline = InlineTransport(store.tensor, transfer.max_inline_bytes)
+    return Gateway(
+        config=components.gateway_config,
+        transports=Transports([shm, pull, inline], transfer.transport),
+        features=features,
+        assembler=components.frontend.assembler,
+        workers=components.links,
+        router=router,
+        metrics=components.metrics,
+        counts=components.counts,
+        has_priorities=components.frontend.has_priorities,
+        plain=_plain_hashes(components, features),
+        encoders=Encoders(
+            components.links,
+            shm,
+            params=encode_params(),
+            costs=EncodeCosts.of(router.config),
+            mean_sequences=lambda: router.mean_sequences,
+            config=components.gateway_config,
+            metrics=components.metrics,
+        ),
+    )
+
+
+def _plain_hashes(components: Components, features: StoreFeatures) -> PlainHashes | None:
+    hasher = components.frontend.media_hasher() if components.gateway_config.render_only else None
+    if hasher is None:
+        return None
+    return PlainHashes(hasher, features, fairness=components.fairness, media=components.config.media)
+
+
+async def gateway_app(
+    components: Components,
+    gateway: Gateway,
+    addresses: GatewayAddresses,
+    model_tasks: tuple[str, ...] | None,
+    *,
+    reloading: Reloading,
+) -> tuple[Any, GatewayMetrics | None]:
+    """Build vLLM's app around the gateway, and register the metrics of all components."""
+    metrics, links = components.metrics, components.links
+    _watch(components, gateway)
+    scrape = WorkerScrape(links)
+    metrics.watch_engines(scrape.mirrors)
+    memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
+    metrics.watch_memory(lambda: memory.latest, lambda: _shared_memory(components.store, scrape))
+
+    health = components.health
+    group = (
+        GatewayMetrics(
+            addresses.gateways,
+            addresses.gateway_index,
+            metrics=metrics,
+            health=lambda: health().response(),
+            refresh_own=partial(memory.refresh, SCRAPE_TIMEOUT_S / 2),
+        )
+        if addresses.gateways
+        else None
+    )
+
+    async def refresh() -> None:
+        await asyncio.gather(
+            scrape.refresh(),
+            components.store.refresh(SCRAPE_TIMEOUT_S),
+            group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
+        )
+
+    ask_others = no_others if group is None else group.ask_others
+
+    async def reload(_parameters: Mapping[str, str]) -> bytes:
+        """Read keys, certificates and the log's level again; what else has changed needs a restart, and is named."""
+        return await reloading.reload_all(ask_others)
+
+    control = WorkerControl(links, ask_others=ask_others, index=str(addresses.gateway_index))
+    if group is not None:
+        group.answers.update({**control.answers, RELOAD: reloading.answer})
+    actions: dict[str, Action] = {
+        "GET /medialane/workers": control.listed,
+        "POST /medialane/workers/{name:path}/drain": control.drain,
+        "POST /medialane/reload": reload,
+    }
+    if components.config.media.allow_rdma:
+        actions["POST /medialane/publish"] = gateway.publish_images
+    media = MediaEndpoint(
+        components.store,
+        components.gateway_config,
+        components.fairness,
+        admit=gateway.admit,
+        num_tokens=gateway.num_image_tokens,
+    )
+    operators = OperatorEndpoints(
+        addresses.gateway_index,
+        model=components.frontend.model_name,
+        recent=components.recent,
+        workers=links,
+        router=components.router,
+        store=components.media_store,
+        health=health,
+        keys=components.keys,
+        ask_others=ask_others,
+        is_stopping=components.is_stopping,
+    )
+    endpoints: dict[str, Any] = dict(media.routes) if components.frontend.takes_media else {}
+    if components.gateway_config.page:
+        endpoints |= operators.routes
+        if group is not None:
+            group.answers.update(operators.answers)
+    app = await components.frontend.app(
+        gateway,
+        outer=Middleware(
+            ScopeMiddleware,
+            logs_requests=components.config.logging.access,
+            metrics=metrics,
+            requests=components.requests,
+            recent=components.recent,
+            names_takers=components.config.store.debug_holds,
+            tracing=components.tracing,
+            recorder=components.recorder,
+            model=components.frontend.model_name,
+        ),
+        access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
+        inner=[
+            Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),
+            Middleware(
+                IntakeMiddleware,
+                media=components.config.media,
+                config=components.gateway_config,
+                fairness=components.fairness,
+                queues=gateway.queues,
+                keeps_bodies=components.recorder is not None,
+            ),
+        ],
+        pages={"/medialane/decisions": operators.decisions},
+        actions=actions,
+        endpoints=endpoints,
+        probes={
+            "/health": lambda: health().response(),
+            "/ready": lambda: health().readiness(is_stopping=components.is_stopping()),
+            "/live": lambda: (200, b""),
+        },
+        tasks=model_tasks,
+        render_only=components.gateway_config.render_only,
+        render_payload=components.gateway_config.default_payload,
+        fairness=components.fairness,
+    )
+    return app, group
+
+
+def _watch(components: Components, gateway: Gateway) -> None:
+    """Register the metrics of what the gateway has, read on each scrape."""
+    metrics = components.metrics
+    metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
+    metrics.watch_exits(exits_of_host)
+    metrics.watch_workers(components.links.endpoints)
+    metrics.watch_routing(gateway.routes.stats)
+    metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
+    if gateway.queues is not None:
+        metrics.watch_queues(gateway.queues.stats)
+    metrics.watch_waits(gateway.waits)
+
+
+def _shared_memory(store: StoreLink, workers: WorkerScrape) -> Iterator[Memory]:
+    """Yield the memory of the processes that the gateways of this host have in common."""
+    if store.status is not None:
+        yield {}, store.status.stats.memory
+    yield from workers.memory()

@@ -109,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
     enter_environ(config, "gateway", args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN | log.environ())
     enter_phase("importing vLLM")
     probe.check("gateway")
-    from medialane.cli import gateway, gateway_app  # vllm reads its environment when it is imported
+    from medialane.cli import gateway  # vllm reads its environment when it is imported
 
-    addresses = gateway_app.GatewayAddresses(
+    addresses = gateway.GatewayAddresses(
         args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0
     )
     return gateway.run(

@@ -17,7 +17,7 @@ import uvloop
 
 from medialane.cli.flags import add_settings
 from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
-from medialane.cli.serving import EssentialTasks, tune_process
+from medialane.cli.serving import EssentialTasks, http_listener, tune_process
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import (
@@ -35,7 +35,6 @@ from medialane.runtime.linux import set_title
 from medialane.runtime.phase import watched
 from medialane.runtime.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
 from medialane.types.errors import StartupFailed
-from medialane.wire.listener import bind_http, inherited
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,8 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging, component="name-router")
     tune_process()
     served = _decode_models(args.models.read_bytes())
-    with _bound(config, args.listen_fd) as sock:
+    with http_listener(config.server, args.listen_fd) as sock:
         return uvloop.run(serve(reloading, served, sock, http_flags=args.vllm_args))
-
-
-def _bound(config: Config, listen_fd: int | None) -> socket.socket:
-    """Raises StartupFailed."""
-    return bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd)
 
 
 async def serve(

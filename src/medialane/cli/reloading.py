@@ -55,7 +55,7 @@ ReadFiles = Callable[[], tuple[Callable[[], None], Sequence[str]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from medialane.cli.gateway_client import KEY_HELP, add_gateway  # imported lazily: processes do without
+    from medialane.cli.workers import KEY_HELP, add_gateway  # imported lazily: processes do without
 
     parser.epilog = _EPILOG.format(key_help=KEY_HELP)
     add_gateway(parser)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _reload(args: argparse.Namespace) -> int:
-    from medialane.cli.gateway_client import connected
+    from medialane.cli.workers import connected
 
     async with connected(args) as gateway:
         change = await gateway.ask(SettingsChange, "POST", "/medialane/reload")

@@ -44,6 +44,7 @@ from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
 from medialane.runtime.phase import show_ready, show_stopping, watched
 from medialane.types.errors import StartupFailed
+from medialane.wire.listener import bind_http
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,9 @@ def _run(
     _say(config, installed_kinds().line())
     with (
         closing(local.run_folder(environ)) as folder,
-        local.shared_listener(config) as listener,
+        # Inherited by gateways. Connections are refused until the first of them listens; from then on they wait while
+        # gateways restart: the queue of accepted connections ends with the last descriptor of the socket.
+        bind_http(config.server.host, config.server.port) as listener,
     ):
         specs = _specs(config, reloading.source, args, groups, folder=folder.path, environ=environ, listener=listener)
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
@@ -343,7 +346,7 @@ class RayServe:
         self, own: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
     ) -> RemoteSupervisor:
         """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
-        from medialane.cli.gateway_client import read_state
+        from medialane.cli.status import read_state
 
         config = self.config
         url = local.base_url(config, vllm_args)

@@ -1,5 +1,5 @@
-"""What the processes that serve have in common: tasks that they cannot serve without, and settings of CPython and glibc
-for event loops that handle payloads of megabytes.
+"""What the processes that serve have in common: tasks that they cannot serve without, the HTTP server's socket, and
+settings of CPython and glibc for event loops that handle payloads of megabytes.
 
 If an essential task ends unexpectedly, its process exits. Otherwise the server would return 503 forever while its
 service manager (our supervisor, systemd, Kubernetes) sees a live process; exiting lets it be restarted.
@@ -11,10 +11,15 @@ import asyncio
 import ctypes
 import logging
 import platform
+import socket
 import sys
 from collections.abc import Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from medialane.config import ServerConfig
+from medialane.wire.listener import bind_http, bind_unix, inherited
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,14 @@ async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
     with suppress(asyncio.CancelledError):
         await working
     return None
+
+
+def http_listener(config: ServerConfig, inherited_fd: int | None, path: Path | None = None) -> socket.socket:
+    """Return the socket of an HTTP server: an inherited one, that at the unix `path`, or one bound to the configured
+    address. Raises StartupFailed."""
+    if inherited_fd is not None:
+        return inherited(inherited_fd)
+    return bind_http(config.host, config.port) if path is None else bind_unix(str(path))
 
 
 def tune_process() -> None:

@@ -40,9 +40,9 @@ from medialane.runtime.resources import MemoryUse, children
 from medialane.runtime.stop import stopped_by_signals
 from medialane.runtime.tasks import WatchedTask, first_of
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
-from medialane.store.known_features import KnownFeatures
 from medialane.store.media_leases import MAX_LEASES
 from medialane.store.messages import StoreStatus
+from medialane.store.names import KnownFeatures
 from medialane.transfer.nixl.mover import NixlMover
 from medialane.transfer.pulls import Pulls
 from medialane.types.errors import StartupFailed
@@ -86,7 +86,7 @@ _MEDIA_LIBRARIES = ("pillow", "av", "soundfile", "torch", "transformers", "vllm"
 
 #: Factory of the processor in the preparers' fork server, except in stage `url`: there preparers only probe items that
 #: workers will decode.
-PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_processor"
+PROCESSOR_FACTORY = "medialane.vllm_bridge.learned.processor_factory:build_processor"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

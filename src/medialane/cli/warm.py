@@ -117,7 +117,7 @@ def _freeze() -> None:
     gc.freeze()
 
 
-class Request(NamedTuple):
+class WaitingFork(NamedTuple):
     """What the supervisor has asked for, at the other end of `connection`: a process for `medialane COMMAND`."""
 
     connection: socket.socket
@@ -130,11 +130,11 @@ class Request(NamedTuple):
             os.close(descriptor)
 
 
-def serve_forks(listener: socket.socket, read_model: Callable[[], None], supervisor: int) -> Request:
+def serve_forks(listener: socket.socket, read_model: Callable[[], None], supervisor: int) -> WaitingFork:
     """Fork children of the process `supervisor`. Return in each of them, with what it was requested to be.
 
     The model is read once, as soon as there is no request that does not need it."""
-    waiting: list[Request] = []
+    waiting: list[WaitingFork] = []
     is_read = False
     while True:
         heartbeat.beat()
@@ -154,7 +154,7 @@ def serve_forks(listener: socket.socket, read_model: Callable[[], None], supervi
             request.close()
 
 
-def _received(listener: socket.socket) -> list[Request]:
+def _received(listener: socket.socket) -> list[WaitingFork]:
     """Return the next request, if it is one that has not been given up."""
     connection, _ = listener.accept()
     connection.settimeout(_RECEIVE_S)
@@ -164,7 +164,7 @@ def _received(listener: socket.socket) -> list[Request]:
         logger.error("unreadable request: %s", error)
     else:
         if fork is not None:
-            return [Request(connection, fork.command, descriptors)]
+            return [WaitingFork(connection, fork.command, descriptors)]
     connection.close()
     return []
 
@@ -190,7 +190,7 @@ def _fork(supervisor: int) -> bool:
         return False
 
 
-def become(request: Request, supervisor: int, by_imports: Mapping[str, str]) -> list[str]:
+def become(request: WaitingFork, supervisor: int, by_imports: Mapping[str, str]) -> list[str]:
     """Make this fork what a process is that `supervisor` has started: in a session of its own, with the descriptors,
     environment and command line of the request, and the variables `by_imports` that libraries set when they are
     imported. Return the command line. Exits if the request was given up."""

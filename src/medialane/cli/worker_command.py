@@ -31,7 +31,7 @@ from medialane.runtime.phase import enter_phase
 from medialane.runtime.private_files import try_lock
 from medialane.runtime.tasks import Backoff, WatchedTask
 from medialane.store import StoreEntries, StoreLink
-from medialane.testing.simulated.serve import addresses_of
+from medialane.testing.simulated.engine import addresses_of
 from medialane.types.errors import StartupFailed
 from medialane.types.request import WorkerRole
 from medialane.vllm_bridge.seams import probe
@@ -234,7 +234,7 @@ def _run_simulated(reloading: Reloading, args: argparse.Namespace) -> int:
     config = reloading.config
     if args.vllm_args:
         raise StartupFailed("a simulated worker takes no flags of vLLM: its settings begin with --simulated")
-    from medialane.testing.simulated.serve import serve_simulated
+    from medialane.testing.simulated.engine import serve_simulated
 
     async def serve() -> int:
         async with reloaded_by_hangup(reloading.reload), _host_arena(config, args) as host_arena:

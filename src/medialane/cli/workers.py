@@ -1,25 +1,41 @@
-"""`medialane workers`: lists and drains the workers of a gateway, and of all gateways of its port."""
+"""`medialane workers`: lists and drains the workers of a gateway, and of all gateways of its port. Other commands reach
+a gateway that runs as this one does: by its URL, and its administrative interface (`GatewayAdmin`)."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+import aiohttp
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from medialane.cli.gateway_client import KEY_HELP, GatewayAdmin, GatewayNotAnswering, add_gateway, connected
-from medialane.gateway.worker_control import WorkerInfo
+from medialane.config import ServerConfig, load_config
+from medialane.gateway import admin_key
+from medialane.gateway.administration import WorkerInfo
+from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
+
+T = TypeVar("T")
 
 _POLL_S = 0.3
 _DEFAULT_TIMEOUT_S = 900.0
 _PATH = "/medialane/workers"
+_REQUEST_TIMEOUT_S = 30.0
+_KEY_FILE = "admin-key-file"
+_NOT_OURS = "is not a gateway of this release of medialane"
+
+KEY_HELP = """\
+A gateway with --admin-key-file needs that key, from the same file or from MEDIALANE_ADMIN_KEY. One with only API keys
+needs one of those (MEDIALANE_API_KEYS) for `workers`; `reload` is then only for programs on the gateway's machine, if
+it listens on 127.0.0.1."""
 
 _EPILOG = f"""\
 A worker that drains takes no new requests. Answers that end within its --drain-timeout end there, the others go on at
@@ -63,18 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if it is done, 1 if a worker is not as it should be in time. Raises StartupFailed."""
-    return asyncio.run(_run(args, _ACTIONS[args.action]))
+    return asyncio.run(_run(args))
 
 
-async def _run(args: argparse.Namespace, action: Callable[[_Workers, argparse.Namespace], Awaitable[int]]) -> int:
+async def _run(args: argparse.Namespace) -> int:
     if args.action == "drain":
         _check_drain(args)
     async with connected(args) as gateway:
-        return await action(_Workers(gateway), args)
+        return await (_drain if args.action == "drain" else _list)(gateway, args)
 
 
-async def _list(gateway: _Workers, args: argparse.Namespace) -> int:
-    workers = await gateway.all()
+async def _list(gateway: GatewayAdmin, args: argparse.Namespace) -> int:
+    workers = await gateway.workers()
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(workers)).decode())
         return 0
@@ -94,8 +110,8 @@ def _check_drain(args: argparse.Namespace) -> None:
         raise StartupFailed("--no-wait is for one worker: without waiting, several would be away at once")
 
 
-async def _drain(gateway: _Workers, args: argparse.Namespace) -> int:
-    before = {worker.name: worker for worker in await gateway.all()}
+async def _drain(gateway: GatewayAdmin, args: argparse.Namespace) -> int:
+    before = {worker.name: worker for worker in await gateway.workers()}
     names = [name for name in before if before[name].state != "lost"] if args.all else args.workers
     if unknown := [name for name in names if name not in before]:
         known = ", ".join(before) or "none"
@@ -114,16 +130,16 @@ async def _drain(gateway: _Workers, args: argparse.Namespace) -> int:
     return 0
 
 
-async def _drain_one(gateway: _Workers, name: str, *, returns: bool) -> None:
+async def _drain_one(gateway: GatewayAdmin, name: str, *, returns: bool) -> None:
     """Drain one worker, and wait until it has stopped, and if it `returns`, until it is ready again."""
     started = time.monotonic()
-    workers = await gateway.all()
+    workers = await gateway.workers()
     run = (await gateway.drain(name)).run
     if not any(each.state == "ready" and each.name != name and each.role == "worker" for each in workers):
         print(f"{name} is the only worker that is ready: until it is back, requests wait or fail", flush=True)
     shown = ""
     while True:
-        worker = await gateway.find(name)
+        worker = await gateway.worker(name)
         has_stopped = worker is None or worker.run != run
         text = "stopped" if has_stopped else f"draining, {worker.num_requests} requests" if worker is not None else ""
         if text != shown:
@@ -137,29 +153,116 @@ async def _drain_one(gateway: _Workers, name: str, *, returns: bool) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-class _Workers:
-    """The workers of a gateway, by its administrative interface. Its methods raise StartupFailed."""
+def default_url() -> str:
+    """Return the base URL of a gateway with default settings."""
+    server = ServerConfig()
+    return f"http://{server.host}:{server.port}"
 
-    def __init__(self, gateway: GatewayAdmin) -> None:
-        self._gateway = gateway
 
-    async def all(self, *, is_patient: bool = False) -> Sequence[WorkerInfo]:
-        """Return the workers; if it `is_patient`, ask a gateway that does not answer again."""
+def add_insecure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
+
+
+def base_url(url: str) -> str:
+    """Return the URL of a gateway's root, of that or of its /v1 or /medialane, with its query. Raises StartupFailed."""
+    root, question, query = url.partition("?")
+    root = root.rstrip("/").removesuffix("/v1").removesuffix("/medialane")
+    if not root.startswith(("http://", "https://")):
+        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
+    return f"{root}{question}{query}"
+
+
+def endpoint(url: str, path: str) -> str:
+    """Return the URL of a path of the gateway at a base URL, whose query names one of its models."""
+    root, question, query = url.partition("?")
+    return f"{root}{path}{question}{query}"
+
+
+class GatewayNotAnswering(StartupFailed, code="gateway_not_answering"):
+    """The gateway may be restarting."""
+
+
+def add_gateway(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `connected` reads."""
+    url = default_url()
+    text = f"base URL of a gateway (default {url}), of one of several models with ?model=NAME"
+    parser.add_argument("--gateway", metavar="URL", default=url, help=text)
+    parser.add_argument(f"--{_KEY_FILE}", metavar="FILE", help="file with the admin key of the gateway")
+    add_insecure(parser)
+
+
+class GatewayAdmin:
+    """The administrative interface of the gateway at the base URL `url`."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, has_key: bool) -> None:
+        self._session = session
+        self.url = url
+        self._has_key = has_key
+
+    async def ask(self, kind: type[T], method: str, path: str) -> T:
+        """Return the response, decoded. Raises StartupFailed: GatewayNotAnswering if there is none."""
+        try:
+            async with self._session.request(method, endpoint(self.url, path)) as response:
+                body = await response.read()
+        except aiohttp.InvalidURL as error:
+            raise StartupFailed(f"--gateway {self.url}: not a URL such as http://127.0.0.1:8000") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise GatewayNotAnswering(f"no gateway answers at {self.url}: {describe_failure(error)}") from error
+        if response.status != 200:
+            raise StartupFailed(self._reason(response.status, body))
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise StartupFailed(f"{self.url} {_NOT_OURS}") from error
+
+    def _reason(self, status: int, body: bytes) -> str:
+        if status in (401, 403):
+            wrong = "does not accept this key" if self._has_key else "needs a key"
+            what = f"the gateway at {self.url} {wrong} for administrative calls"
+            return f"{what}: set MEDIALANE_ADMIN_KEY (that of a client if the server has no other), or --{_KEY_FILE}"
+        if message := _message(body):
+            return message
+        if status in (404, 405):
+            return f"{self.url} {_NOT_OURS}"
+        return f"the gateway at {self.url} answers with status {status}"
+
+    async def workers(self, *, is_patient: bool = False) -> Sequence[WorkerInfo]:
+        """Return the workers; if it `is_patient`, ask a gateway that does not answer again. Raises StartupFailed."""
         while True:
             try:
-                return await self._gateway.ask(list[WorkerInfo], "GET", _PATH)
+                return await self.ask(list[WorkerInfo], "GET", _PATH)
             except GatewayNotAnswering:
                 if not is_patient:
                     raise
                 await asyncio.sleep(_POLL_S)
 
-    async def find(self, name: str) -> WorkerInfo | None:
-        """Return a worker, whatever gateway of the port restarts meanwhile."""
-        return next((each for each in await self.all(is_patient=True) if each.name == name), None)
+    async def worker(self, name: str) -> WorkerInfo | None:
+        """Return a worker, whatever gateway of the port restarts meanwhile. Raises StartupFailed."""
+        return next((each for each in await self.workers(is_patient=True) if each.name == name), None)
 
     async def drain(self, name: str) -> WorkerInfo:
-        """Have a worker drain; return it as it was."""
-        return await self._gateway.ask(WorkerInfo, "POST", f"{_PATH}/{quote(name, safe='')}/drain")
+        """Have a worker drain; return it as it was. Raises StartupFailed."""
+        return await self.ask(WorkerInfo, "POST", f"{_PATH}/{quote(name, safe='')}/drain")
 
 
-_ACTIONS = {"list": _list, "drain": _drain}
+@asynccontextmanager
+async def connected(args: argparse.Namespace) -> AsyncIterator[GatewayAdmin]:
+    """Connect to the gateway of the flags of `add_gateway`. Raises StartupFailed."""
+    files = {_KEY_FILE: args.admin_key_file} if args.admin_key_file is not None else {}
+    key = admin_key(load_config(files).gateway)
+    url = base_url(args.gateway)
+    # One of several gateways that stops must not hold connections of ours: each request has one of its own.
+    connector = aiohttp.TCPConnector(ssl=not args.insecure, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
+        yield GatewayAdmin(session, url, has_key=bool(key))
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error response; empty if it is none of ours."""
+    try:
+        document: Any = msgspec.json.decode(body)
+        return str(document["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return ""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 from medialane.runtime.tasks import gather_or_cancel
-from medialane.store.link import StoreLink
+from medialane.store.client import StoreLink
 from medialane.store.messages import FindFeature, ItemFound
 from medialane.types.errors import (
     HandoverFailed,

@@ -11,11 +11,10 @@ import msgspec
 import torch
 
 from medialane.types.errors import InvalidFeature
-from medialane.types.feature import Feature
-from medialane.types.feature_header import Header, LargeTensor, Nested, Scalar, SmallTensor, Value
+from medialane.types.feature import Feature, HeaderFields, LargeTensor, Nested, Scalar, SmallTensor, Value
 from medialane.types.tensor import ITEM_BYTES, TensorDescriptor, TensorSpec
 
-_DECODER = msgspec.msgpack.Decoder(Header)
+_DECODER = msgspec.msgpack.Decoder(HeaderFields)
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 # It does so once per process; these buffers are read-only on purpose.

@@ -39,7 +39,7 @@ from medialane.cluster.vllm_flags import (
     warm_flags,
     with_config_file,
 )
-from medialane.cluster.warm import Fork, NotForked, WarmProcess
+from medialane.cluster.warm import ForkRequest, NotForked, WarmProcess
 
 __all__ = [
     "INTERPRETER",
@@ -47,7 +47,7 @@ __all__ = [
     "SECRET_FLAGS",
     "ChildProcess",
     "Engines",
-    "Fork",
+    "ForkRequest",
     "ForkedChild",
     "Hardware",
     "HttpAnswers",

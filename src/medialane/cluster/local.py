@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +44,7 @@ _NUM_COMMAND_WORDS = len(INTERPRETER) + 2
 _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
 
 
-class Place(NamedTuple):
+class ModelPlace(NamedTuple):
     """One of several models on a host: the prefix of its processes' names, and how many engines the others have."""
 
     label: str
@@ -116,17 +115,6 @@ def check_port(host: str, port: int) -> None:
     bind_http(host, port).close()
 
 
-@contextmanager
-def shared_listener(config: Config) -> Iterator[socket.socket]:
-    """Bind the socket that gateways inherit. Raises StartupFailed.
-
-    Connections are refused until the first gateway listens. From then on they wait while gateways restart: the queue of
-    accepted connections ends with the last descriptor of the socket, not with a process.
-    """
-    with bind_http(config.server.host, config.server.port) as sock:
-        yield sock
-
-
 def with_port(config: Config) -> Config:
     """Return the configuration with port 0 replaced by a free port."""
     if config.server.port:
@@ -173,10 +161,10 @@ def process_specs(
     listener: socket.socket | None = None,
     store_socket: Path | None = None,
     common_flags: Sequence[str] = (),
-    place: Place | None = None,
+    place: ModelPlace | None = None,
 ) -> list[ProcessSpec]:
     """Return the specifications of the warm process, the store, the workers, the encoders and the gateways, with their
-    sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`,
+    sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` the socket that gateways do,
     `place` is for one of several models. Store, workers and gateways have the `common_flags`. With `config.cluster.ray`
     there are no workers here, and the gateways let them join. Raises StartupFailed."""
     engines, prefix = engines_of(config), ""

@@ -187,7 +187,7 @@ def process_specs(
         own = folder / str(number)
         own.mkdir(mode=0o700)
         group_hardware = replace(hardware, gpus=gpus)
-        place = local.Place(group.label, num_engines - engines[number].total)
+        place = local.ModelPlace(group.label, num_engines - engines[number].total)
         specs += local.process_specs(
             group.config,
             group.model,

@@ -8,9 +8,9 @@ Each request is a connection of its own to the warm process's unix socket, in a 
 nothing has to be matched, and a request that is given up ends with its connection:
 
     supervisor                    warm process
-    Fork + descriptors ---------> forks, and closes its end: the rest is between the supervisor and the fork
+    ForkRequest + descriptors --> forks, and closes its end: the rest is between the supervisor and the fork
           <---------------------- the fork's process id, when it is a child of the supervisor
-    Start ----------------------> becomes what it is to be; without it, it exits
+    ForkStart ------------------> becomes what it is to be; without it, it exits
 
 What cannot be forked now is not waited for: it is started from scratch.
 """
@@ -37,13 +37,13 @@ _MAX_DESCRIPTORS = 7
 _MAX_PID_BYTES = 20
 
 
-class Fork(msgspec.Struct, frozen=True):
+class ForkRequest(msgspec.Struct, frozen=True):
     """Fork a process for `medialane COMMAND ...`. The first descriptor of the message becomes its output."""
 
     command: str
 
 
-class Start(msgspec.Struct, frozen=True):
+class ForkStart(msgspec.Struct, frozen=True):
     """What a fork becomes: `medialane ARGV...` with the whole environment `environ`; the descriptors after the first
     get the numbers `pass_fds`. Only the fork receives it: its secrets must not be in the memory of the warm process,
     and so of every other fork."""
@@ -74,13 +74,13 @@ class WarmProcess:
         """Have `medialane ARGV...` forked and return its process id. Raises NotForked."""
         if changed := changed_imports(environ, self.environ):
             raise NotForked(f"{', '.join(changed)} may change what is imported")
-        loop, start = asyncio.get_running_loop(), Start(list(argv), dict(environ), list(pass_fds))
+        loop, start = asyncio.get_running_loop(), ForkStart(list(argv), dict(environ), list(pass_fds))
         try:
             async with asyncio.timeout(timeout_s):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                     sock.setblocking(False)
                     await loop.sock_connect(sock, str(self.path))
-                    send(sock, Fork(argv[0]), [output, *pass_fds], max_bytes=_MAX_BYTES)
+                    send(sock, ForkRequest(argv[0]), [output, *pass_fds], max_bytes=_MAX_BYTES)
                     if not (pid := await loop.sock_recv(sock, _MAX_PID_BYTES)):
                         raise NotForked("the warm process has exited, or cannot fork (see its log)")
                     send(sock, start, max_bytes=_MAX_BYTES)
@@ -93,15 +93,15 @@ class WarmProcess:
             raise NotForked(f"the warm process cannot be asked: {error}") from error
 
 
-def receive_fork(sock: socket.socket) -> tuple[Fork | None, list[int]]:
+def receive_fork(sock: socket.socket) -> tuple[ForkRequest | None, list[int]]:
     """Return a request and its descriptors; None if it was given up. Raises ValueError, OSError."""
-    decode = msgspec.msgpack.Decoder(Fork).decode
+    decode = msgspec.msgpack.Decoder(ForkRequest).decode
     return receive(sock, decode, max_bytes=_MAX_BYTES, max_descriptors=_MAX_DESCRIPTORS)
 
 
-def receive_start(sock: socket.socket) -> Start | None:
+def receive_start(sock: socket.socket) -> ForkStart | None:
     """Report this process, a fork, to the supervisor, and return what it becomes; None if the request was given up.
     Raises ValueError, OSError."""
     with suppress(BrokenPipeError):  # read below
         sock.send(str(os.getpid()).encode())
-    return receive(sock, msgspec.msgpack.Decoder(Start).decode, max_bytes=_MAX_BYTES)[0]
+    return receive(sock, msgspec.msgpack.Decoder(ForkStart).decode, max_bytes=_MAX_BYTES)[0]

@@ -1,11 +1,12 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
+from medialane.gateway.administration import WorkerControl, WorkerInfo
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.gateway import Gateway
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
 from medialane.gateway.http.health import Health, health_of
+from medialane.gateway.http.media_endpoint import MediaEndpoint
 from medialane.gateway.http.metrics import (
     SCRAPE_TIMEOUT_S,
     AskOthers,
@@ -14,13 +15,11 @@ from medialane.gateway.http.metrics import (
     WorkerScrape,
     no_others,
 )
-from medialane.gateway.http.protocol import MAX_HEADERS, http_bounds
-from medialane.gateway.http.server import BoundedServer
-from medialane.gateway.media_endpoint import MediaEndpoint
-from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
+from medialane.gateway.http.middleware import IntakeMiddleware, ScopeMiddleware
+from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bounds
+from medialane.gateway.intake.references import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
 from medialane.gateway.operators import OperatorEndpoints, worker_host
-from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.records import (
     MAX_PENDING_BYTES,
     RECORDING_FORMAT,
@@ -30,17 +29,17 @@ from medialane.gateway.records import (
     RequestRecord,
     RequestTracing,
     RequestView,
-    Sent,
     parse_stand_in,
     request_report,
     request_view,
     with_media,
 )
-from medialane.gateway.references import References
-from medialane.gateway.route import PromptPrefix, Route, Routes
-from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.transports import (
+from medialane.gateway.request.gateway import Gateway
+from medialane.gateway.request.plain_hashes import PlainHashes
+from medialane.gateway.request.route import PromptPrefix, Route, Routes
+from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
+from medialane.gateway.request.store_features import StoreFeatures
+from medialane.gateway.request.transfer_paths import (
     InlineTransport,
     PullTransport,
     ShmTransport,
@@ -48,9 +47,8 @@ from medialane.gateway.transports import (
     Transport,
     Transports,
 )
-from medialane.gateway.worker_control import WorkerControl, WorkerInfo
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
 
 __all__ = [
     "MAX_HEADERS",
@@ -89,7 +87,6 @@ __all__ = [
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
-    "Sent",
     "ServedModel",
     "ServedModels",
     "SharedCounts",

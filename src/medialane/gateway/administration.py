@@ -1,19 +1,28 @@
-"""Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it.
-Some also go to the encoders that are connected: a lost one has no state to be changed."""
+"""What operators do to workers.
+
+Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it. Some
+also go to the encoders that are connected: a lost one has no state to be changed.
+
+Single workers, to list and drain them. Which there are is decided elsewhere: by --worker, by themselves when they join,
+by Ray or Kubernetes.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.http.metrics import AskOthers, no_others
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
 from medialane.types.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
+from medialane.types.request import WorkerRole, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -72,3 +81,80 @@ def _error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerL
     more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
     done = len(called) - len(failed)
     return AdminCallIncomplete(f"{done} of {len(called)} workers executed the call; failed: {'; '.join(named)}{more}")
+
+
+#: What gateways of a port ask each other: the workers that one is connected to.
+CONNECTED = "connected-workers"
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker as its operator sees it. `run` is different each time that it is started, and empty while it is not
+    connected; `num_requests` are those of all gateways. `origin` is who has named it: --worker, or itself when it
+    joined. `unreachable_from` are the gateways of the port that have no connection to it, or do not answer."""
+
+    name: str
+    role: WorkerRole
+    state: WorkerState
+    run: str
+    num_requests: int
+    address: str = ""
+    origin: Literal["configured", "joined"] = "configured"
+    unreachable_from: list[str] = []
+
+
+class WorkerControl:
+    """`index` is that of this gateway among those of its port, of which `ask_others` asks the others."""
+
+    def __init__(self, workers: WorkerPool, *, ask_others: AskOthers = no_others, index: str = "0") -> None:
+        self._workers = workers
+        self._ask_others = ask_others
+        self._index = index
+
+    @property
+    def answers(self) -> Mapping[str, Callable[[str], Awaitable[bytes]]]:
+        """What other gateways of the port may ask."""
+        return {CONNECTED: self._answer_connected}
+
+    async def listed(self, _parameters: Mapping[str, str]) -> bytes:
+        """Workers and encoders, with their states."""
+        others = await self._ask_others(CONNECTED)
+        connected = {self._index: self._connected(), **{index: _names(answer) for index, answer in others.items()}}
+        infos = []
+        for link in self._workers.links.values():
+            missing = sorted((index for index, names in connected.items() if link.name not in names), key=int)
+            infos.append(msgspec.structs.replace(self._info(link), unreachable_from=missing))
+        return msgspec.json.encode(infos)
+
+    async def drain(self, parameters: Mapping[str, str]) -> bytes:
+        """Have one worker take no new requests, and stop when its requests have ended or moved to others."""
+        link = self._link(parameters["name"])
+        if not link.drain():
+            raise NoWorkerReady(f"worker {link.name} is not connected", retry_after_s=5)
+        return msgspec.json.encode(self._info(link))
+
+    async def _answer_connected(self, _path: str) -> bytes:
+        return msgspec.json.encode(sorted(self._connected()))
+
+    def _connected(self) -> set[str]:
+        return {link.name for link in self._workers.links.values() if link.client is not None}
+
+    def _link(self, name: str) -> WorkerLink:
+        if (link := self._workers.links.get(name)) is None:
+            known = ", ".join(self._workers.links) or "none"
+            raise InvalidRequest(f"there is no worker named {name[:200]}; the workers are: {known}", param="name")
+        return link
+
+    def _info(self, link: WorkerLink) -> WorkerInfo:
+        endpoints = link.endpoints()
+        num_reported = sum(endpoint.load.num_running + endpoint.load.num_waiting for endpoint in endpoints)
+        origin: Literal["configured", "joined"] = "configured" if link.address else "joined"
+        num_requests = max(num_reported, endpoints[0].num_in_flight)
+        return WorkerInfo(link.name, link.role, link.state, link.worker_id, num_requests, link.address, origin)
+
+
+def _names(answer: bytes | None) -> set[str]:
+    """Return the names that another gateway has answered; none if it does not answer, or is of another version."""
+    try:
+        return set() if answer is None else msgspec.json.decode(answer, type=set[str])
+    except msgspec.DecodeError:
+        return set()

@@ -7,9 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
-from medialane.gateway.transports import TransportChoice
 from medialane.types.errors import StartupFailed
-from medialane.types.feature import MoverChoice
+from medialane.types.feature import MoverChoice, MoverName
 from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,6 +21,9 @@ from medialane.types.setting import (
 )
 from medialane.types.stage import StageChoice
 from medialane.wire.address import parse_tcp
+
+#: The values of --transport.
+TransportChoice = Literal["auto", "shm", "inline", MoverName]
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):

@@ -25,11 +25,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import msgspec
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.handover import feature_payload
 from medialane.gateway.records import RequestRecord
-from medialane.gateway.transports import ShmTransport
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.request.transfer_paths import ShmTransport, feature_payload
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 from medialane.runtime.tasks import SingleFlight, gather_or_cancel
@@ -39,7 +38,7 @@ from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.types.tensor import TensorSpec
 
 if TYPE_CHECKING:
-    from medialane.gateway.worker_link.client import RpcClient
+    from medialane.gateway.workers.client import RpcClient
 
 logger = logging.getLogger(__name__)
 

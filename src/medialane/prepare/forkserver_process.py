@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -300,28 +300,27 @@ class ForkserverProcess:
         self._forks.clear()
 
 
-class Forkservers:
-    """Owns the spare. `start` starts a fork server from scratch."""
+class SpareForkserver:
+    """Owns the spare of a pool."""
 
-    def __init__(self, start: Callable[[], Awaitable[ForkserverProcess]]) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self._spare: ForkserverProcess | None = None
 
     @property
-    def spare_pid(self) -> int | None:
-        """The spare's process id; None while there is none, or it is lost."""
+    def pid(self) -> int | None:
+        """Its process id; None while there is none, or it is lost."""
         return None if self._spare is None or self._spare.lost.is_set() else self._spare.pid
 
-    async def take(self) -> ForkserverProcess:
-        """Return the spare if there is one, else a new fork server; the caller owns it. Raises StartupFailed."""
-        if (spare := self._spare) is not None and self.spare_pid is not None:
+    async def take(self) -> ForkserverProcess | None:
+        """Return the spare, which the caller owns; None if there is none, or it is lost."""
+        if (spare := self._spare) is not None and self.pid is not None:
             self._spare = None
             logger.info("spare fork server (pid %d) takes over", spare.pid)
             return spare
         await self.close()
-        return await self._start()
+        return None
 
-    async def keep_spare(self, used: ForkserverProcess) -> None:
+    async def keep(self, used: ForkserverProcess) -> None:
         """Keep a spare of `used` running until `used` is lost."""
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         while not used.lost.is_set():

@@ -24,7 +24,7 @@ from medialane.arena import Arena, Lease
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.config import PrepareConfig
-from medialane.prepare.forkserver_process import ForkserverProcess, Forkservers, ProcessorSource, is_prebuilt
+from medialane.prepare.forkserver_process import ForkserverProcess, ProcessorSource, SpareForkserver, is_prebuilt
 from medialane.prepare.job_queue import Job, JobQueue, JobValue
 from medialane.prepare.job_run import Quarantine, to_the_end
 from medialane.prepare.messages import (
@@ -79,7 +79,7 @@ class PreparerPool:
         self._progress = progress
         self._on_loaded = on_loaded
         self._is_ready = False
-        self._forkservers = Forkservers(self._start_forkserver)
+        self._spare = SpareForkserver()
         self._forkserver: ForkserverProcess | None = None
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s, drain_s=self._drain_s)
         self._outage = Outage()
@@ -238,7 +238,7 @@ class PreparerPool:
     @property
     def spare_pid(self) -> int | None:
         """The process that takes over from the fork server; None while there is none."""
-        return self._forkservers.spare_pid
+        return self._spare.pid
 
     def _queue_s(self) -> float:
         return self._queue.work_s / (len(self._preparers.alive) or self._preparers.num_wanted)
@@ -300,7 +300,7 @@ class PreparerPool:
         finally:
             self._refuse_jobs("media preparation has ended")
             _fail_start(started, StartupFailed("media preparation was closed while it started"))
-            await to_the_end(self._forkservers.close())
+            await to_the_end(self._spare.close())
             self._preparers.close()
 
     async def _start_forkserver(self) -> ForkserverProcess:
@@ -315,7 +315,7 @@ class PreparerPool:
 
     async def _run_forkserver(self, started: asyncio.Future[None]) -> None:
         """Run one fork server and its preparers until it dies. Raises StartupFailed if it fails to start."""
-        forkserver = self._forkserver = await self._forkservers.take()
+        forkserver = self._forkserver = await self._spare.take() or await self._start_forkserver()
         try:
             self._on_loaded()
             self._progress("starting the preparers")
@@ -326,7 +326,7 @@ class PreparerPool:
                     slot = self._preparers.run_slot(forkserver, ready, failed)
                     slots.create_task(slot, name=f"preparer-slot-{index}")
                 slots.create_task(self._watch(forkserver), name="forkserver-watch")
-                slots.create_task(self._forkservers.keep_spare(forkserver), name="forkserver-spare")
+                slots.create_task(self._spare.keep(forkserver), name="forkserver-spare")
         finally:
             self._refuse_jobs_without_spare()
             await to_the_end(forkserver.close())

@@ -46,10 +46,6 @@ class PidfdProcess:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._note_exit)
 
-    async def wait(self) -> None:
-        """Wait until the process has exited."""
-        await self.exited.wait()
-
     def kill(self) -> None:
         """Send SIGKILL. Raises ProcessLookupError if the process has exited."""
         self.send_signal(signal.SIGKILL)
@@ -73,7 +69,7 @@ async def end_process(process: PidfdProcess, grace_s: float) -> bool:
     for timeout_s in (grace_s, KILL_TIMEOUT_S):
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await process.wait()
+                await process.exited.wait()
                 return True
         with suppress(ProcessLookupError):  # it has exited, and the loop has not noticed yet
             process.kill()

@@ -4,10 +4,9 @@ from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 from medialane.routing.prediction import PredictionCounts
-from medialane.routing.request import RoutingRequest
-from medialane.routing.reservation import AnnouncedReservation
-from medialane.routing.routed_request import RoutedRequest
+from medialane.routing.routed_request import AnnouncedReservation, RoutedRequest
 from medialane.routing.router import Router
+from medialane.routing.slots import RoutingRequest
 
 __all__ = [
     "AnnouncedReservation",

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from medialane.routing.config import RoutingConfig
-from medialane.routing.request import RoutingRequest
-from medialane.routing.slots import Slot
+from medialane.routing.slots import RoutingRequest, Slot
 from medialane.types.feature import MediaSpan
 from medialane.types.request import CostParts
 

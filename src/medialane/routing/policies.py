@@ -8,12 +8,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from medialane.routing.block_index import BlockIndex, Prefixes, longest
+from medialane.routing.block_index import BlockIndex, PendingBlocks, Prefixes, longest
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, Rates, ScoringInput
-from medialane.routing.pending_blocks import PendingBlocks
-from medialane.routing.request import RoutingRequest
-from medialane.routing.slots import BASE_COST, NONE, SEQUENCES, Scores, Slot, SlotTable, bit_rows
+from medialane.routing.slots import BASE_COST, NONE, SEQUENCES, RoutingRequest, Scores, Slot, SlotTable, bit_rows
 
 #: Scores are sums of floats in different orders: differences up to this count as equal (ms).
 _EQUAL: Final = 1e-6

@@ -16,17 +16,14 @@ from typing import Final
 import numpy as np
 from cachetools import TTLCache
 
-from medialane.routing.block_index import BlockIndex
+from medialane.routing.block_index import BlockIndex, PendingBlocks
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
-from medialane.routing.request import RoutingRequest
-from medialane.routing.reservation import AnnouncedReservation, SlotState
-from medialane.routing.routed_request import RoutedRequest, RouterState
-from medialane.routing.slots import SlotTable, WorkerRank
+from medialane.routing.routed_request import AnnouncedReservation, RoutedRequest, RouterState, SlotState
+from medialane.routing.slots import RoutingRequest, SlotTable, WorkerRank
 from medialane.types.errors import NoWorkerReady
 from medialane.types.kv_events import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad

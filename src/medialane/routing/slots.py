@@ -1,4 +1,4 @@
-"""The router's view of the workers: one slot for each data-parallel rank of a worker.
+"""The router's view of a request, and of the workers: one slot for each data-parallel rank of a worker.
 
 Costs that depend on a slot alone are kept in arrays indexed by slot and updated when the slot changes, so that a choice
 among a thousand slots is a few operations on arrays.
@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from medialane.routing.config import RoutingConfig
-from medialane.routing.request import RoutingRequest
+from medialane.types.feature import MediaSpan
+from medialane.types.kv_events import BlockIds
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 #: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
@@ -22,14 +24,18 @@ WorkerRank = tuple[str, int]
 
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
+
 #: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
 BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
+
 _FIRST_CAPACITY: Final = 64
+
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
+
 #: Tokens of a step, of engines that do not report how many they compute in one.
 _BATCH_TOKENS: Final = 2048
 
@@ -288,3 +294,38 @@ def bit_rows(masks: Sequence[int], num_slots: int) -> Scores:
     multiple of 8."""
     packed = b"".join([mask.to_bytes(num_slots // 8, "little") for mask in masks])
     return _BITS.take(np.frombuffer(packed, np.uint8), axis=0).reshape(len(masks), num_slots)
+
+
+class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
+    """A prompt to be routed.
+
+    `block_ids` are those of its full blocks, in order, by the tokens per block: at least one size, and every one that a
+    worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a worker
+    on another host. `lora` is the adapter's name with its version, `model` the model that the worker must serve, `rank`
+    the data-parallel rank that the client requested (None: any). `excluded` are workers that must not be chosen.
+    """
+
+    block_ids: dict[int, BlockIds]
+    num_tokens: int
+    media: tuple[MediaSpan, ...] = ()
+    handover_bytes: int = 0
+    lora: str | None = None
+    model: str | None = None
+    session_id: str | None = None
+    rank: int | None = None
+    excluded: frozenset[str] = frozenset()
+
+    def blocks_at(self, card: ModelCard | None) -> tuple[int, BlockIds]:
+        """Return a worker's block size and the prompt's block ids; none if those of this size are not known, or it has
+        no prefix cache."""
+        size, ids = next(iter(self.block_ids.items()))
+        if card is None or card.block_size == size:
+            return size, ids
+        return card.block_size or size, self.block_ids.get(card.block_size, ids[:0])
+
+    def num_usable(self, block_size: int) -> int:
+        """Most blocks of this size that can come from an engine's cache: it always computes at least the last token."""
+        return max(self.num_tokens - 1, 0) // block_size
+
+    def __repr__(self) -> str:
+        return f"RoutingRequest({self.num_tokens} tokens, {len(self.media)} items)"

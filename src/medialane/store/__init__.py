@@ -4,16 +4,11 @@ It owns the arena, the cached encoded bytes, the preparers and the clients' name
 workers hold what they read, over a unix socket (`messages`); tensors stay in shared memory.
 """
 
-from medialane.store.aliases import Aliases
-from medialane.store.client import StoreClient
+from medialane.store.client import StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.hold_cache import HoldCache, StoreHold
-from medialane.store.hold_passing import HoldPasser
-from medialane.store.holds import StoreEntries, StoreGrants
+from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants, StoreHold
 from medialane.store.items import Items
-from medialane.store.known_features import KnownFeatures
-from medialane.store.link import StoreLink
 from medialane.store.media_leases import MAX_LEASES, MediaLeases
 from medialane.store.messages import (
     MAX_UPLOAD_S,
@@ -39,6 +34,7 @@ from medialane.store.messages import (
     StoreHello,
     StoreStatus,
 )
+from medialane.store.names import Aliases, KnownFeatures
 from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
 

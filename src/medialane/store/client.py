@@ -1,13 +1,20 @@
-"""A client's side of one connection to the store of its host."""
+"""A client's side of the store of its host: one connection (`StoreClient`), and the link that keeps one (`StoreLink`):
+it connects again, maps the arena, and knows what the client holds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
-from medialane.runtime.tasks import TAKER, call_site
+from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
+from medialane.runtime.tasks import TAKER, Backoff, call_site, first_of
 from medialane.store.messages import (
     Call,
     CallFailed,
@@ -26,6 +33,7 @@ from medialane.store.messages import (
     Reclaimed,
     Release,
     Reply,
+    ScrapedAs,
     StoreHello,
     StorePing,
     StoreRefused,
@@ -34,11 +42,34 @@ from medialane.store.messages import (
     TakenBy,
     decode_from_store,
 )
-from medialane.types.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
+from medialane.types.errors import (
+    HandoverFailed,
+    MedialaneError,
+    MediaLost,
+    NoWorkerReady,
+    ProtocolViolation,
+    StartupFailed,
+    StoreUnavailable,
+    from_report,
+)
+from medialane.types.retry_after import Outage
+from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, Registration
 from medialane.wire.dial import dial
-from medialane.wire.registration import Registration
+
+logger = logging.getLogger(__name__)
+
+INITIAL_BACKOFF_S = 0.05
+
+MAX_BACKOFF_S = 1.0
+
+#: For this long after a loss, the next store is looked for at the shortest interval.
+EAGER_S = 3.0
+
+_UNAVAILABLE = "the media store of this host is not available"
+
+_LOST = "the media store of these entries is lost"
 
 #: Does what the store asks for, and returns the answer, None for Proceed alone. If it raises, the call is cancelled.
 AnswerQuestion = Callable[[Question], Awaitable[Proceed | None]]
@@ -268,3 +299,370 @@ def _granted(message: Reply | Question) -> dict[int, HeldEntry]:
 
 def _held_embedding(embedding: EmbeddingFound | PassedEmbedding) -> HeldEntry:
     return HeldEntry(embedding.tensor.range, not embedding.is_filled)
+
+
+class _MappedArena:
+    """A store's arena in this process. It stays mapped while its store is away: the next one may take it over."""
+
+    def __init__(self, offer: ArenaOffer, view: ArenaView, slot: ClientSlot) -> None:
+        self.offer = offer
+        self.view = view
+        self.slot = slot
+
+    @classmethod
+    def open(cls, welcome: StoreWelcome, directory: str, *, writable: bool) -> _MappedArena:
+        """Take the slot's lock, and map the arena. Raises HandoverFailed if this process has another /dev/shm."""
+        offer = welcome.arena
+        slot = ClientSlot.take(offer.id, directory, welcome.slot)
+        try:
+            view = ArenaView.open(offer.id, directory, nonce=offer.nonce, writable=writable)
+        except HandoverFailed:
+            slot.release()
+            raise
+        return cls(offer, view, slot)
+
+    def close(self) -> None:
+        """Entries that are being read stay mapped until their readers have finished."""
+        self.view.close()
+        self.slot.release()
+
+
+class StoreLink:
+    """One per process. `run` keeps it connected; calls wait for a connection for `wait_timeout_s`.
+
+    The arena of the store stays mapped, and what is held in it stays held, until its file has been removed or a store
+    with another arena is connected; `writable` for clients that send bytes. `processor` are the settings for which this
+    client wants features: a store with others refuses it. `scraped` is as in `StoreHello`, `names_takers`
+    as in `StoreClient`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        rpc: RpcConfig,
+        arena_directory: str,
+        wait_timeout_s: float,
+        processor: Mapping[str, str] = MappingProxyType({}),
+        writable: bool = False,
+        scraped: ScrapedAs | None = None,
+        names_takers: bool = False,
+    ) -> None:
+        self.address = address
+        self._names_takers = names_takers
+        self._rpc = rpc
+        self._arena_directory = arena_directory
+        self._wait_timeout_s = wait_timeout_s
+        #: Names this process at the store.
+        self.client_id = secrets.token_hex(16)
+        self._processor = dict(processor)
+        self._writable = writable
+        self._scraped = scraped
+        self._client: StoreClient | None = None
+        self._connected = asyncio.Event()
+        self._changed = asyncio.Event()  # set when there is a connection, or no arena any more
+        self._arena: _MappedArena | None = None
+        self._holds: dict[int, HeldEntry] = {}  # by id, in that arena
+        self._last_status: StoreStatus | None = None  # of the store of that arena, before it was lost
+        self._outage = Outage()
+        self._lost_at = float("-inf")
+        self._last_report = ""
+        self._refusal: StartupFailed | None = None
+        self._refused = asyncio.Event()
+        self._listeners: list[Callable[[ArenaOffer | None], None]] = []
+        self._reclaimers: list[Callable[[], None]] = []
+        self._on_passed: Callable[[HoldsPassed], None] | None = None
+
+    @property
+    def arena(self) -> str | None:
+        """The id of the arena that is mapped here; None without one."""
+        return None if self._arena is None else self._arena.offer.id
+
+    @property
+    def can_grant(self) -> bool:
+        """Whether other hosts' stores can copy the store's entries."""
+        return self._client is not None and self._client.welcome.can_grant
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest item that fits into the arena; unlimited while it is unknown."""
+        return sys.maxsize if self._arena is None else self._arena.view.max_payload_bytes
+
+    @property
+    def retainable_bytes(self) -> int:
+        """Bytes of entries that this client may hold without using them, by what the store has reported last; 0 while
+        memory is short or unknown."""
+        if (status := self.status or self._last_status) is None:
+            return 0
+        arena = status.stats.arena
+        return 0 if arena.pinned_bytes > arena.size_bytes // 2 else arena.size_bytes // 8
+
+    @property
+    def status(self) -> StoreStatus | None:
+        """What the store reported last; None while it is not connected."""
+        return None if self._client is None else self._client.status
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the store, for /health; None if nothing is."""
+        if self._client is None:
+            return "the media store is not connected"
+        return None if self._client.status is None else self._client.status.problem
+
+    def unavailable(self, message: str) -> StoreUnavailable:
+        """Return the error of a request that needs the store; clients are to try again when it is expected back."""
+        return StoreUnavailable(message, retry_after_s=self._outage.retry_after_s)
+
+    async def refresh(self, timeout_s: float) -> None:
+        """Update `status`, if the store responds before the timeout."""
+        if self._client is not None:
+            await self._client.refresh(timeout_s)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._holds)
+
+    def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
+        """Call `listener` with the store's arena when it is mapped, and with None when it is unmapped. Not called when
+        another store has taken over the same arena. Called on the event loop; must not block."""
+        self._listeners.append(listener)
+        if self._arena is not None:
+            listener(self._arena.offer)
+
+    def watch_passed(self, listener: Callable[[HoldsPassed], None]) -> None:
+        """Give `listener` the holds that other clients pass to this one: it owns them. Must not block."""
+        self._on_passed = listener
+
+    def watch_reclaim(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when the store needs memory: it releases the holds that are not in use. Must not block."""
+        self._reclaimers.append(listener)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled. `connect` may have connected before."""
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
+        try:
+            while True:
+                if await self._connect_once():
+                    backoff.reset()
+                is_eager = time.monotonic() - self._lost_at < EAGER_S
+                await asyncio.sleep(INITIAL_BACKOFF_S if is_eager else backoff.next())
+                self._drop_removed()
+        finally:
+            if self._client is not None:
+                await self._client.close()
+            self._unmap()
+
+    async def ready(self) -> None:
+        """Wait until a store is connected and has started, without a deadline: loading the model's processor takes its
+        time. Raises StartupFailed if a store refuses this client."""
+        while True:
+            await first_of(self._connected.wait(), self._refused.wait())
+            if self._refusal is not None:
+                raise self._refusal
+            if (client := self._client) is not None:
+                await first_of(client.started.wait(), client.closed.wait())
+                if client.started.is_set():
+                    return
+
+    async def call_at(self, arena: str, make: Callable[[int], Call], *, waits: bool = True) -> Reply:
+        """As `call`, about entries of `arena`. Raises StoreUnavailable at once if no store can have them any more, and
+        unless it `waits`, if no store is connected."""
+        return await self._call(make, arena=arena, wait_s=self._wait_timeout_s if waits else 0.0)
+
+    def notify(self, arena: str, message: PassHolds) -> bool:
+        """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
+        client = self._client
+        if client is None or client.closed.is_set() or client.welcome.arena.id != arena:
+            return False
+        client.notify(message)
+        return True
+
+    async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
+        """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
+        `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
+        return await self._call(make, answer, wait_s=self._wait_timeout_s)
+
+    async def _call(
+        self,
+        make: Callable[[int], Call],
+        answer: AnswerQuestion | None = None,
+        *,
+        arena: str | None = None,
+        wait_s: float,
+    ) -> Reply:
+        loop, remaining_s = asyncio.get_running_loop(), wait_s  # waits only: a call may take longer
+        while True:
+            started = loop.time()
+            client = await self._client_before(started + remaining_s, arena)
+            remaining_s -= loop.time() - started
+            try:
+                return await client.call(make, answer)
+            except ConnectionLost:
+                continue
+
+    def release(self, hold_id: int, arena: str) -> None:
+        """End a hold on entries of `arena`. Those of an earlier arena have ended with it."""
+        if arena != self.arena:
+            return
+        if self._client is not None:
+            self._client.release(hold_id)
+        else:
+            self._holds.pop(hold_id, None)  # the next connection does not list it
+
+    def release_passed(self, passed: HoldsPassed) -> None:
+        """End holds that nobody uses."""
+        for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
+            self.release(hold_id, entry.arena)
+        for embedding in passed.embeddings:
+            self.release(embedding.hold_id, embedding.tensor.range.arena)
+
+    def payload(self, entry: ArenaRange) -> memoryview:
+        """Return the payload of an entry that this client writes. Raises ConnectionLost if its connection is lost: at
+        the next one, the client has stopped writing."""
+        if self._arena is None or self._client is None:
+            raise ConnectionLost("the store is lost")
+        try:
+            return self._arena.view.entry(entry, writable=True)[ENTRY_HEADER_BYTES:]
+        except HandoverFailed as error:
+            raise ConnectionLost(error.message) from error
+
+    def tensor(self, descriptor: TensorDescriptor) -> memoryview:
+        """Return the bytes of a tensor of an entry that is held. Raises MediaLost if its arena is lost."""
+        if self._arena is None or self._arena.offer.id != descriptor.range.arena:
+            raise MediaLost(_LOST)
+        return self._arena.view.tensor(descriptor)
+
+    async def _client_before(self, deadline: float, arena: str | None) -> StoreClient:
+        """Wait for a connection; if the entries of a call are in `arena`, to a store that has it."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    if arena not in (None, self.arena):
+                        raise self.unavailable(_LOST)
+                    if (client := self._client) is not None and not client.closed.is_set():
+                        return client
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise self.unavailable(_UNAVAILABLE) from None
+
+    async def _connect_once(self) -> bool:
+        """Connect, and wait until the connection is lost. False if there was none."""
+        try:
+            if self._client is None:
+                await self.connect()
+        except MedialaneError as error:
+            self._report(error)
+            return False
+        except Exception:  # the supervisor: whatever fails, the next attempt may succeed
+            logger.exception("connecting to the media store failed")
+            return False
+        self._refusal = None
+        self._refused.clear()
+        if (client := self._client) is not None:
+            await client.closed.wait()
+            if client.refusal is not None:
+                self._report(client.refusal)
+            else:
+                logger.warning("the media store is lost")
+        self._disconnect()
+        return True
+
+    async def connect(self) -> None:
+        """Connect once. Raises NoWorkerReady (no process listens there), WorkerLost (the socket cannot be opened),
+        HandoverFailed (this process has another /dev/shm), StartupFailed (another release), StoreUnavailable,
+        ProtocolViolation."""
+        arena, sent = self._arena, dict(self._holds)
+        hello = StoreHello(
+            client_id=self.client_id,
+            processor=self._processor,
+            arena="" if arena is None else arena.offer.id,
+            slot=0 if arena is None else arena.slot.number,
+            holds=sent,
+            scraped=self._scraped,
+        )
+        client = await StoreClient.connect(
+            self.address,
+            hello,
+            self._rpc,
+            holds=self._holds,
+            on_passed=self._passed,
+            on_reclaim=self._reclaim,
+            names_takers=self._names_takers,
+        )
+        try:
+            self._use_arena(client.welcome)
+        except MedialaneError:
+            await client.close()
+            raise
+        for hold_id in sent:
+            if hold_id not in self._holds:  # released in the meantime, or those of an earlier arena
+                client.release(hold_id)
+        self._client = client
+        self._outage.end()
+        self._last_report = ""
+        self._connected.set()
+        self._changed.set()
+        logger.info("the media store is connected: %s", self.address)
+
+    def _use_arena(self, welcome: StoreWelcome) -> None:
+        """Map the store's arena, unless it is mapped. Raises HandoverFailed."""
+        arena = self._arena
+        if arena is not None and arena.offer == welcome.arena and arena.slot.number == welcome.slot:
+            return
+        if arena is not None and arena.offer == welcome.arena:
+            slot = ClientSlot.take(welcome.arena.id, self._arena_directory, welcome.slot)
+            arena.slot.release()
+            arena.slot = slot
+            return
+        new = _MappedArena.open(welcome, self._arena_directory, writable=self._writable)
+        self._unmap()
+        self._arena = new
+        self._tell(new.offer)
+
+    def _disconnect(self) -> None:
+        self._last_status = self.status
+        self._client = None
+        self._lost_at = time.monotonic()
+        self._outage.begin()
+        self._connected.clear()
+
+    def _drop_removed(self) -> None:
+        """Unmap the arena if no store can take it over any more: its file has been removed."""
+        if self._arena is not None and self._arena.slot.is_removed:
+            self._unmap()
+
+    def _tell(self, arena: ArenaOffer | None) -> None:
+        for listener in self._listeners:
+            listener(arena)
+
+    def _passed(self, passed: HoldsPassed) -> None:
+        if self._on_passed is not None:
+            self._on_passed(passed)
+            return
+        self.release_passed(passed)
+
+    def _reclaim(self) -> None:
+        for listener in self._reclaimers:
+            listener()
+
+    def _unmap(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        for hold_id in [hold_id for hold_id, held in self._holds.items() if held.range.arena == arena.offer.id]:
+            del self._holds[hold_id]
+        self._last_status = None
+        self._tell(None)
+        arena.close()
+        self._changed.set()
+
+    def _report(self, error: MedialaneError) -> None:
+        """Log why there is no connection, once: connecting is tried many times in a second."""
+        if isinstance(error, StartupFailed):
+            self._refusal = error
+            self._refused.set()
+        if error.message != self._last_report:
+            self._last_report = error.message
+            level = logging.INFO if isinstance(error, NoWorkerReady) else logging.ERROR
+            logger.log(level, "media store %s: %s", self.address, error.message)

@@ -1,7 +1,7 @@
 """Embeddings (outputs of models' encoders) in the arena: found, or written once for all clients.
 
 A client that wants an embedding which nobody has gets a *fill*: a range that processes of its engine may write
-(`arena.fill`). Others that want the same one wait for it for a while; if the fill ends without a result, one of them
+(`arena.locks`). Others that want the same one wait for it for a while; if the fill ends without a result, one of them
 gets the next. The header of the entry shows whether it is completed: the store looks when the embedding is wanted,
 while others wait for it, and at the latest when the client releases the fill, or has exited.
 """

@@ -1,14 +1,31 @@
-"""Holds of a worker on entries of the arena of its host."""
+"""Holds of gateways and workers on entries of the arena of their host.
+
+A client retains holds for a moment after their last use (`HoldCache`), so that using the item again needs no message.
+The store frees nothing that is held, so that retained holds take memory from new items. They end
+
+* `retention_s` after their last use,
+* the least recently used first, while they exceed an eighth of the arena,
+* at once if half of the arena is held, by any clients, and
+* all of them when the store asks for it (`Reclaim`), before it refuses an item for lack of memory.
+
+A gateway passes holds to the worker that it sends a request to (`HoldPasser`), so that the worker need not ask the
+store. With them go the embeddings that the worker will want: those that are there, and memory for those that it is to
+write. The gateway tells the store before it sends the request, and the store tells the worker while the request is on
+its way. If a hold does not arrive in time, the worker asks for one itself (`HoldEntries`); it releases one that arrives
+for no request (`PassedHolds`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import cast
+from typing import Generic, TypeVar, cast
 
-from medialane.store.hold_cache import HoldCache
-from medialane.store.hold_passing import PassedHolds
-from medialane.store.link import StoreLink
+from cachetools import TTLCache
+
+from medialane.store.client import StoreLink
 from medialane.store.messages import (
     MAX_EMBEDDING_WAIT_MS,
     EmbeddingFound,
@@ -19,6 +36,7 @@ from medialane.store.messages import (
     HoldEntries,
     HoldsPassed,
     PassedEmbedding,
+    PassHolds,
     PullEntries,
     PullsGranted,
 )
@@ -26,21 +44,233 @@ from medialane.types.feature import Copied, Embedding, FoundEmbedding, RemoteEnt
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 
+#: Longest time for which a worker waits for a hold. The store takes 0.1 ms; if it is late, asking it takes as long.
+MAX_WAIT_S = 0.1
+
+#: After this time, no request is coming for a hold: its gateway was lost between the two messages.
+MAX_AGE_S = 1.0
+
+#: Entries that are remembered as held by a worker.
+_MAX_REMEMBERED = 4096
+
 #: For a store that is busy: its last figures are exposed then.
 _STATUS_TIMEOUT_S = 1.0
 
+K = TypeVar("K", bound=Hashable)
 
-class EntriesHold:
-    """The holds of one request (`core.feature.Hold`)."""
+V = TypeVar("V")
 
-    def __init__(self, holds: ExitStack) -> None:
-        self._holds: ExitStack | None = holds
+
+class HoldCache(Generic[K, V]):
+    """Holds of one link by key; `value` describes the entry that is held. `retention_s` 0 retains none."""
+
+    def __init__(self, link: StoreLink, *, retention_s: float) -> None:
+        self._link = link
+        self._retention_s = retention_s
+        self._held: dict[K, _Held[K, V]] = {}
+        self._idle: OrderedDict[K, _Held[K, V]] = OrderedDict()  # least recently used first
+        self._idle_bytes = 0
+        self._expiry: asyncio.TimerHandle | None = None
+        link.watch(self._arena_changed)
+        link.watch_reclaim(self.clear)
+
+    def __len__(self) -> int:
+        """Return the number of holds that are retained without a user."""
+        return len(self._idle)
+
+    def use(self, key: K) -> StoreHold[K, V] | None:
+        """Return another hold on the item of `key` if this client holds it. The caller owns it."""
+        held = self._held.get(key)
+        if held is None:
+            return None
+        if held.num_users == 0:
+            self._pop_idle(key)
+        return StoreHold(self, held, is_shared=True)
+
+    def add(self, key: K | None, hold_id: int, entry: ArenaRange, value: V) -> StoreHold[K, V]:
+        """Adopt a hold that the store has granted; without a key, for one user only. The caller owns the result."""
+        held = _Held(key, hold_id, entry, value)
+        if key is not None and entry.arena == self._link.arena:
+            self._held.setdefault(key, held)  # of two calls for one item, the second hold is not shared
+        return StoreHold(self, held)
+
+    def unused(self, held: _Held[K, V]) -> None:
+        """One user of `held` has ended."""
+        held.num_users -= 1
+        if held.num_users:
+            return
+        if held.key is None or self._held.get(held.key) is not held:
+            self._link.release(held.hold_id, held.entry.arena)
+        elif not self._retention_s:
+            del self._held[held.key]
+            self._link.release(held.hold_id, held.entry.arena)
+        else:
+            self._retain(held.key, held)
+
+    def forget(self, held: _Held[K, V]) -> None:
+        """Do not give `held`, which has a user, to others. It ends with its last user."""
+        if held.key is not None and self._held.get(held.key) is held:
+            del self._held[held.key]
+
+    def clear(self) -> None:
+        """End all holds without users."""
+        for key in list(self._idle):
+            self._end(key)
+
+    def _arena_changed(self, arena: ArenaOffer | None) -> None:
+        """The holds have ended with their arena."""
+        if arena is None:
+            self.clear()
+            self._held.clear()
+
+    def _retain(self, key: K, held: _Held[K, V]) -> None:
+        held.idle_since = asyncio.get_running_loop().time()
+        self._idle[key] = held
+        self._idle_bytes += held.entry.nbytes
+        while self._idle_bytes > self._link.retainable_bytes:
+            self._end(next(iter(self._idle)))
+        self._schedule()
+
+    def _pop_idle(self, key: K) -> _Held[K, V]:
+        held = self._idle.pop(key)
+        self._idle_bytes -= held.entry.nbytes
+        return held
+
+    def _end(self, key: K) -> None:
+        held = self._pop_idle(key)
+        del self._held[key]
+        self._link.release(held.hold_id, held.entry.arena)
+
+    def _schedule(self) -> None:
+        if self._idle and self._expiry is None:
+            oldest = next(iter(self._idle.values()))
+            when = oldest.idle_since + self._retention_s
+            self._expiry = asyncio.get_running_loop().call_at(when, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        ended_before = asyncio.get_running_loop().time() - self._retention_s
+        while self._idle and (key := next(iter(self._idle))) and self._idle[key].idle_since <= ended_before:
+            self._end(key)
+        self._schedule()
+
+
+class _Held(Generic[K, V]):
+    """One hold at the store and its users in this process; retained since `idle_since` if it has none."""
+
+    def __init__(self, key: K | None, hold_id: int, entry: ArenaRange, value: V) -> None:
+        self.key = key
+        self.hold_id = hold_id
+        self.entry = entry
+        self.value = value
+        self.num_users = 0
+        self.idle_since = 0.0
+
+
+class StoreHold(Generic[K, V]):
+    """One user's hold on one item (`core.feature.Hold`). `is_shared` is whether this client held the item already."""
+
+    def __init__(self, cache: HoldCache[K, V], held: _Held[K, V], *, is_shared: bool = False) -> None:
+        self.is_shared = is_shared
+        self._cache = cache
+        self._held: _Held[K, V] | None = held
+        self.value = held.value
+        held.num_users += 1
 
     def release(self) -> None:
-        holds, self._holds = self._holds, None
-        if holds is None:
+        held, self._held = self._held, None
+        if held is None:
             raise RuntimeError("the hold was already released")
-        holds.close()
+        self._cache.unused(held)
+
+    def forget(self) -> None:
+        """Do not share or retain it from now on. No effect after `release`."""
+        if self._held is not None:
+            self._cache.forget(self._held)
+
+
+class HoldPasser:
+    """The gateway's side. Workers retain holds for `retention_s` after
+    their last use: what was passed within this time is not passed again."""
+
+    def __init__(self, link: StoreLink, *, retention_s: float) -> None:
+        self._link = link
+        self._recent: TTLCache[tuple[str, ArenaRange], None] = TTLCache(_MAX_REMEMBERED, retention_s)
+
+    def pass_on(
+        self, ranges: Sequence[ArenaRange], *, to: str, request_id: str, wanted: Sequence[WantedEmbedding] = ()
+    ) -> bool:
+        """Pass holds on entries, which the caller holds, to the store's client `to`, and on embeddings that it will
+        want. Return False if none is passed: the client may hold the entries already."""
+        new = [entry for entry in ranges if (to, entry) not in self._recent]
+        embeddings = [FindEmbedding(0, *one) for one in wanted]
+        is_passed = bool(to and (new or (ranges and embeddings))) and self._link.notify(
+            ranges[0].arena, PassHolds(to, request_id, new, embeddings)
+        )
+        if is_passed or not new:
+            for entry in ranges:
+                self._recent[to, entry] = None
+        return is_passed
+
+
+class PassedHolds:
+    """The worker's side: holds that have arrived, until the request that uses them does."""
+
+    def __init__(self, link: StoreLink) -> None:
+        self._link = link
+        self._arrived: dict[str, tuple[HoldsPassed, asyncio.TimerHandle]] = {}
+        self._awaited: dict[str, asyncio.Future[HoldsPassed | None]] = {}
+        link.watch(self._arena_changed)
+        link.watch_passed(self._arrive)
+
+    async def take(self, request_id: str) -> HoldsPassed | None:
+        """Wait for the holds of a request. The caller owns them; None if they do not arrive in time."""
+        if request_id in self._arrived:
+            return self._pop(request_id)
+        if self._link.arena is None:
+            return None
+        loop = asyncio.get_running_loop()
+        arrival: asyncio.Future[HoldsPassed | None] = loop.create_future()
+        self._awaited[request_id] = arrival
+        deadline = loop.call_later(MAX_WAIT_S, self._give_up, request_id)
+        try:
+            return await arrival
+        except asyncio.CancelledError:
+            if arrival.done() and not arrival.cancelled() and (unused := arrival.result()) is not None:
+                self._link.release_passed(unused)
+            raise
+        finally:
+            deadline.cancel()
+            self._awaited.pop(request_id, None)
+
+    def _arrive(self, passed: HoldsPassed) -> None:
+        arrival = self._awaited.pop(passed.request_id, None)
+        if arrival is not None and not arrival.done():
+            arrival.set_result(passed)
+            return
+        expiry = asyncio.get_running_loop().call_later(MAX_AGE_S, self._expire, passed.request_id)
+        self._arrived[passed.request_id] = passed, expiry
+
+    def _give_up(self, request_id: str) -> None:
+        arrival = self._awaited.pop(request_id, None)
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)
+
+    def _expire(self, request_id: str) -> None:
+        self._link.release_passed(self._pop(request_id))
+
+    def _pop(self, request_id: str) -> HoldsPassed:
+        passed, expiry = self._arrived.pop(request_id)
+        expiry.cancel()
+        return passed
+
+    def _arena_changed(self, arena: ArenaOffer | None) -> None:
+        """The holds have ended with their arena."""
+        if arena is None:
+            for request_id in list(self._arrived):
+                self._expire(request_id)
+            for request_id in list(self._awaited):
+                self._give_up(request_id)
 
 
 class StoreGrants:
@@ -156,3 +386,16 @@ class StoreEntries:
             return False
         holds.callback(hold.release)
         return True
+
+
+class EntriesHold:
+    """The holds of one request (`core.feature.Hold`)."""
+
+    def __init__(self, holds: ExitStack) -> None:
+        self._holds: ExitStack | None = holds
+
+    def release(self) -> None:
+        holds, self._holds = self._holds, None
+        if holds is None:
+            raise RuntimeError("the hold was already released")
+        holds.close()

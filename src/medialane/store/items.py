@@ -19,16 +19,13 @@ from medialane.media import MediaConfig, image_size, needs_probe
 from medialane.media.data_url import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.media.fetch import Fetcher
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare import PreparerPool
-from medialane.prepare.processor import Described
+from medialane.prepare import Described, PreparerPool
 from medialane.runtime.tasks import SingleFlight
-from medialane.store.aliases import Aliases
-from medialane.store.described_sizes import DescribedSizes
 from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.known_features import FeatureSource, KnownFeatures
 from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import Form
+from medialane.store.names import Aliases, FeatureSource, KnownFeatures
 from medialane.store.published_images import PublishedImages
 from medialane.types.errors import (
     ArenaFull,
@@ -41,7 +38,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import Feature
 from medialane.types.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, naming
+from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality, naming
 from medialane.types.media_lease import is_leased
 from medialane.types.tensor import ArenaRange, TensorSpec
 
@@ -59,6 +56,16 @@ _MAX_ATTEMPTS = 3
 
 #: Size of each cache of verdicts (probed, too large), in items.
 _MAX_CACHED_VERDICTS = 16_384
+
+#: Bytes of the sizes, and of the descriptions, that are kept. A header has some hundred bytes, but may have 4 MiB; the
+#: metadata of a long video have 6 KB.
+_MAX_SIZES_BYTES = 16 * 1024 * 1024
+
+#: Of an entry besides its header and metadata.
+_ENTRY_BYTES = 512
+
+#: Longer options are a client's, and are not kept.
+_MAX_OPTIONS_BYTES = 256
 
 _TOO_SMALL = "the shared memory is too small for the media of the requests in flight"
 
@@ -125,7 +132,11 @@ class Items:
         self._media = media
         self._store = EncodedStore(arena, media)
         self.embeddings = Embeddings(arena)
-        self._sizes = DescribedSizes(pool, self._lookup)
+        #: Sizes of media, measured by preparers, and what processors have made of blanks of such sizes.
+        self._sizes: LRUCache[tuple[str, Modality], MediaSize] = LRUCache(_MAX_SIZES_BYTES, getsizeof=_size_bytes)
+        self._measuring: SingleFlight[object, MediaSize] = SingleFlight()
+        self._described: LRUCache[object, Described | None] = LRUCache(_MAX_SIZES_BYTES, getsizeof=_described_bytes)
+        self._describing: SingleFlight[object, Described | None] = SingleFlight()
         self._aliases = aliases
         self.leases = leases
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
@@ -191,16 +202,43 @@ class Items:
             content = ref.content or ""
             if size is None:
                 content, size = await self._measured(source)
-            return content, await self._sizes.describe(ref.modality, size, merged_options(options, ref.options))
+            return content, await self._describe_blank(ref.modality, size, merged_options(options, ref.options))
 
     async def _measured(self, source: _Source) -> tuple[str, MediaSize]:
-        content = await self._content(source, need_data=False)
-        if (size := self._sizes.size(source.ref, content)) is not None:
+        """Return content hash and size of the media, as decoded: known, or measured by a preparer."""
+        ref, content = source.ref, await self._content(source, need_data=False)
+        if (size := self._sizes.get(_size_key(ref, content))) is not None:
             return content, size
         content, lease = await self._encoded(source)
         with lease:
             await self._admit(source, lease.value)
-            return content, await self._sizes.measure(source.ref, lease)
+            size = await self._measuring.do(_size_key(ref, content), lambda: self._measure(ref, content))
+        with suppress(ValueError):  # too large to be kept
+            self._sizes[_size_key(ref, content)] = size
+        return content, size
+
+    async def _measure(self, ref: MediaRef, content: str) -> MediaSize:
+        with self._held(ref, content) as stored:
+            return await self._pool.measure(stored, ref.io)
+
+    async def _describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        """As `PreparerPool.describe_blank`, once for all concurrent requests; None also if the processor refuses a
+        blank, so that processing the item says why it is refused, if it is."""
+
+        async def describe() -> Described | None:
+            try:
+                return await self._pool.describe_blank(modality, size, options)
+            except InvalidRequest:
+                return None
+
+        key = modality, size, options
+        if key in self._described:
+            return self._described[key]
+        described = await self._describing.do(key, describe)
+        if len(options) <= _MAX_OPTIONS_BYTES:
+            with suppress(ValueError):
+                self._described[key] = described
+        return described
 
     async def refer(self, ref: MediaRef, processing: Processing, *, upload: Upload | None = None) -> LeasedItem:
         """Return the encoded bytes of an item of which no feature need exist: its client may name it from now on."""
@@ -378,6 +416,13 @@ class Items:
         """Return the cached bytes of `content`. Raises UnknownMedia if they are leased no more."""
         return self.leases.lookup(ref) if is_leased(ref.url) else self._store.lookup(ref, content)
 
+    def _held(self, ref: MediaRef, content: str) -> Lease[EncodedMedia]:
+        """Lease the bytes of `content` for shared work, which may outlive its callers' leases. Raises ArenaFull if they
+        were evicted."""
+        if (lease := self._lookup(ref, content)) is None:
+            raise ArenaFull(_TOO_SMALL)
+        return lease
+
     async def _admit(self, source: _Source, encoded: EncodedMedia) -> None:
         """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""
         if source.ref.url is None or source.ref.modality != "image" or source.admit is None:
@@ -401,10 +446,7 @@ class Items:
         self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: StageTimeline
     ) -> Lease[Feature]:
         """Prepare and publish the feature, or the decoded media, under `key`. The caller has a lease on the bytes."""
-        stored = self._lookup(ref, content)
-        if stored is None:
-            raise ArenaFull(_TOO_SMALL)
-        with stored:
+        with self._held(ref, content) as stored:
             merged = None if processing is None else merged_options(processing.options, ref.options)
             try:
                 prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io)
@@ -424,12 +466,22 @@ class Items:
         self._probed[key] = None
 
     async def _probe_stored(self, ref: MediaRef, content: str) -> None:
-        if (stored := self._lookup(ref, content)) is None:
-            raise ArenaFull(_TOO_SMALL)
-        with stored:
+        with self._held(ref, content) as stored:
             await self._pool.probe_item(stored)
 
 
 def _probe_key(encoded: EncodedMedia, salt: str) -> str:
     """Return the cache key of a verdict on encoded bytes: content, modality and tenant."""
     return decoded_key(content=encoded.content_hash, io=encoded.modality.encode(), salt=salt)
+
+
+def _size_key(ref: MediaRef, content: str) -> tuple[str, Modality]:
+    return decoded_key(content=content, io=ref.io, salt=ref.salt), ref.modality
+
+
+def _size_bytes(size: MediaSize) -> int:
+    return _ENTRY_BYTES + len(size.metadata)
+
+
+def _described_bytes(described: Described | None) -> int:
+    return _ENTRY_BYTES if described is None else _size_bytes(described.size) + len(described.header)

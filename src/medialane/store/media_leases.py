@@ -30,10 +30,10 @@ from medialane.arena import Arena, Lease, Reservation
 from medialane.media import MediaConfig, oriented_size, sniff
 from medialane.media.http_cache import NOT_KEPT, NameRecords, boot_time
 from medialane.prepare import PreparerPool
-from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.messages import AskLease, Proceed, PutMedia
+from medialane.store.names import Aliases
 from medialane.types.errors import (
     ErrorReport,
     InvalidRequest,

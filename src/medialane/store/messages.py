@@ -49,7 +49,7 @@ Calls run concurrently, and their results arrive in any order. The client releas
 crosses a `Cancel`. Any frame that is not one of these messages closes the connection.
 
 The hold on an embedding that is written ends like any other, at the first output of the request that was to write it or
-when that has ended: if it is completed (`arena.fill`), it is cached, otherwise freed.
+when that has ended: if it is completed (`arena.locks`), it is cached, otherwise freed.
 
 When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
 process has exited, which the lock of its slot shows (`arena.ClientSlot`). If it connects again, it has stopped writing,
@@ -71,7 +71,7 @@ from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Moda
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
-from medialane.wire.registration import other_version
+from medialane.wire.connection import other_version
 
 ScrapedAs = Literal["gateway", "worker"]
 

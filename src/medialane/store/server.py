@@ -11,8 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from medialane.arena import Arena
-from medialane.store.absent_clients import AbsentClients
-from medialane.store.client_use import ClientUse, UnknownEntry
+from medialane.store.client_use import AbsentClients, ClientUse, UnknownEntry
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
 from medialane.store.session import StoreSession
@@ -20,9 +19,8 @@ from medialane.transfer.pulls import Pulls
 from medialane.types.errors import StartupFailed, StoreUnavailable
 from medialane.types.tensor import ArenaOffer
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, check_version
 from medialane.wire.listener import Listener
-from medialane.wire.registration import check_version
 
 logger = logging.getLogger(__name__)
 

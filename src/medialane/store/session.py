@@ -14,8 +14,7 @@ from medialane.arena import Arena, Lease, Reservation
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
 from medialane.runtime.tasks import TAKER
-from medialane.store.absent_clients import AbsentClients
-from medialane.store.client_use import ClientUse
+from medialane.store.client_use import AbsentClients, ClientUse
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.items import Items, LeasedItem, Processing, Upload
 from medialane.store.messages import (

@@ -41,8 +41,8 @@ from medialane.types.media import EncodedMedia
 from medialane.types.tensor import ArenaRange
 from medialane.wire.address import parse_tcp
 from medialane.wire.authentication import Role
+from medialane.wire.connection import check_version
 from medialane.wire.listener import Listener
-from medialane.wire.registration import check_version
 from medialane.wire.security import Security
 
 logger = logging.getLogger(__name__)

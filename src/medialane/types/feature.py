@@ -1,5 +1,5 @@
-"""Features: the output of vLLM's multimodal processor for one media item, and its placeholder in a prompt; entries of
-other hosts' arenas."""
+"""Features: the output of vLLM's multimodal processor for one media item, with the fields of its header, and its
+placeholder in a prompt; entries of other hosts' arenas."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ EntryKind = Literal["encoded", "decoded", "processed", "embedded"]
 
 #: What copies an entry from one store's arena to another's.
 MoverName = Literal["nixl", "tcp"]
+
 MoverChoice = Literal["auto", MoverName]
 
 
@@ -62,7 +63,60 @@ V = TypeVar("V")
 #: Limit of a feature's header, in bytes. It is sent in control messages (to other processes and to workers); both ends
 #: check it.
 MAX_HEADER_BYTES = 4 * 1024 * 1024
+
 Header = Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
+
+
+class SmallTensor(msgspec.Struct, frozen=True, tag="small"):
+    spec: TensorSpec
+    data: bytes
+
+
+class LargeTensor(msgspec.Struct, frozen=True, tag="large"):
+    index: int
+    spec: TensorSpec
+
+
+class Scalar(msgspec.Struct, frozen=True, tag="scalar"):
+    value: bool | int | float | str | None
+
+
+class Nested(msgspec.Struct, frozen=True, tag="nested"):
+    items: list[SmallTensor | LargeTensor | Scalar | Nested]
+
+
+Value = SmallTensor | LargeTensor | Scalar | Nested
+
+Slice = tuple[int | None, int | None, int | None]
+
+
+class Batched(msgspec.Struct, frozen=True, tag="batched"):
+    keep_on_cpu: bool = False
+
+
+class Flat(msgspec.Struct, frozen=True, tag="flat"):
+    slices: list[list[Slice]]
+    nested: bool
+    dim: int = 0
+    keep_on_cpu: bool = False
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared"):
+    batch_size: int
+    keep_on_cpu: bool = False
+
+
+class Field(msgspec.Struct, frozen=True):
+    name: str
+    kind: Batched | Flat | Shared
+    value: Value
+
+
+class HeaderFields(msgspec.Struct, frozen=True):
+    """What the bytes of a `Header` hold: the fields of a processed item, without its large tensors
+    (`vllm_bridge.items.features`)."""
+
+    fields: list[Field]
 
 
 class Embedding(msgspec.Struct, frozen=True):

@@ -183,7 +183,7 @@ class MetricChanges(msgspec.Struct, frozen=True, array_like=True):
     memory: Mapping[ProcessKind, int] = {}
 
 
-#: Limits of one announcement: ids of a prompt of any length (`routing.pending_blocks` samples them), its first items.
+#: Limits of one announcement: ids of a prompt of any length (`routing.block_index` samples them), its first items.
 MAX_BLOCK_IDS: Final = 64
 MAX_ITEMS: Final = 64
 #: Longest mm_hash: ours are 64 hex digits.

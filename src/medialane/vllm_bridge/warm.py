@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 #: None starts a thread or uses a device. `tests/contract/test_vllm_warm_imports.py` checks it.
 _MODULES = (
     "medialane.vllm_bridge.engine.plugin",
-    "medialane.vllm_bridge.engine.cpu_waiting",
+    "medialane.vllm_bridge.engine.engine_cpu",
     "vllm.renderers.hf",
     "vllm.v1.core.sched.scheduler",
     "vllm.model_executor.layers.quantization.online.base",

@@ -1,9 +1,9 @@
 """Connections between processes: framing, the handshake with its secret and TLS, listeners, and the messages between
-gateways and workers (`protocol`). It knows no roles: the gateway's end is `gateway.worker_link`, the worker's is
-`worker.gateway_link`.
+gateways and workers (`protocol`). It knows no roles: the gateway's end is `gateway.workers`, the worker's is
+`worker.link`.
 """
 
-from medialane.wire.acceptor import Acceptor
+from medialane.wire.acceptor import Acceptor, PendingConnections
 from medialane.wire.address import (
     TcpAddress,
     UnixAddress,
@@ -17,13 +17,11 @@ from medialane.wire.address import (
 from medialane.wire.authentication import Role
 from medialane.wire.child_channel import ChannelToChild
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, Registration, check_version
 from medialane.wire.dial import dial
 from medialane.wire.framing import HEADER, FrameReader, append_frame, append_raw_frame, raw_data
 from medialane.wire.listener import END_TIMEOUT_S, Listener, bind_http, bind_unix, check_listen, has_listener, inherited
-from medialane.wire.payload import IncomingPayload, OutgoingRequest, join, split
-from medialane.wire.pending import PendingConnections
-from medialane.wire.pooled_output import PooledOutput, check_size
+from medialane.wire.payload import IncomingPayload, OutgoingRequest, PooledOutput, check_size, join, split
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -62,7 +60,6 @@ from medialane.wire.protocol import (
     decode_from_worker,
     decode_to_worker,
 )
-from medialane.wire.registration import Registration, check_version
 from medialane.wire.security import Authentication, Security, check_address, is_loopback
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Inline tensors of a request, sent in raw frames before its message so that they do not block the event loops.
+"""Large tensors in pieces, so that they do not block the event loops: the inline tensors of a request, in raw frames
+before its message, and the output of a pooling request, in parts.
 
 Encoding and decoding one message of 19 MiB with msgpack blocked the two loops for 48 ms. So such a request is sent as
 
@@ -9,6 +10,10 @@ Encoding and decoding one message of 19 MiB with msgpack blocked the two loops f
 A connection has one payload at a time; other messages may be interleaved with its frames. A request that is cancelled
 while it is sent ends with DropPayload. The gateway copies each piece just before it is sent, directly from the tensor,
 and the worker copies it to its final location: no msgpack and no buffer of the whole payload.
+
+`PooledOutput` assembles the output of a pooling request from the parts in which it is sent. The embeddings of all
+tokens of a long prompt take many MB: in one message they would block both event loops. Parts are copied to their final
+location as they arrive, so none is queued.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from medialane.types.errors import InvalidFeature, ProtocolViolation
+from medialane.types.errors import GenerationFailed, InvalidFeature, ProtocolViolation, TooLarge
 from medialane.types.feature import MediaPayload
-from medialane.types.request import EngineRequest, ExpandedPrompt, Prompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, OutputDelta, PooledPart, Prompt
 from medialane.types.tensor import InlineTensor, TensorDescriptor
 from medialane.wire.framing import append_frame, append_raw_frame
 from medialane.wire.protocol import DropPayload, Payload, Submit
@@ -178,3 +183,37 @@ def _with_media(request: EngineRequest, media: tuple[MediaPayload, ...]) -> Engi
     prompt: Prompt = request.prompt
     name = "features" if isinstance(prompt, ExpandedPrompt) else "media"
     return msgspec.structs.replace(request, prompt=msgspec.structs.replace(prompt, **{name: media}))
+
+
+def check_size(part: PooledPart, max_bytes: int) -> None:
+    """Raise TooLarge for a part of a tensor of more than `max_bytes`."""
+    if part.spec.nbytes > max_bytes:
+        raise TooLarge(f"the output has {part.spec.nbytes} bytes, more than {max_bytes} (--rpc-max-pooled-bytes)")
+
+
+class PooledOutput:
+    """The output of one request, of at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._first: OutputDelta | None = None
+        self._whole: PooledPart | None = None
+        self._num_bytes = 0
+
+    def add(self, delta: OutputDelta) -> OutputDelta | None:
+        """Add the next delta; return one with the whole tensor after the last one. Raises TooLarge, GenerationFailed if
+        the parts do not make up a tensor."""
+        part = delta.pooled
+        if part is None:
+            raise GenerationFailed("the worker's output has no tensor")
+        if self._first is None or self._whole is None:
+            check_size(part, self._max_bytes)
+            self._first = delta
+            # np.empty does not clear memory, which would block the event loop.
+            self._whole = PooledPart(part.spec, np.empty(part.spec.nbytes, np.uint8).data)
+        end = self._num_bytes + part.data.nbytes
+        if part.spec != self._whole.spec or end > part.spec.nbytes or delta.finished != (end == part.spec.nbytes):
+            raise GenerationFailed("the parts of the worker's output do not make up a tensor")
+        self._whole.data[self._num_bytes : end] = part.data
+        self._num_bytes = end
+        return msgspec.structs.replace(self._first, pooled=self._whole, finished=True) if delta.finished else None

@@ -32,13 +32,11 @@ from medialane.types.request import (
 from medialane.types.stats import MetricChanges, ProcessKind, StoreStats
 from medialane.types.tensor import ArenaOffer
 from medialane.wire.protocol import Hello, Welcome
-from medialane.worker.block_reports import BlockReports
+from medialane.worker.block_table import BlockReports
 from medialane.worker.config import WorkerConfig
 from medialane.worker.embeddings import HeldEmbeddings
-from medialane.worker.engine import Engine
-from medialane.worker.host_arena import HostArena, NoArena
-from medialane.worker.receivers import Receiver, entries_read, hold_entries
-from medialane.worker.stall_watch import StallWatch
+from medialane.worker.engine import Engine, StallWatch
+from medialane.worker.host_arena import HostArena, NoArena, Receiver, entries_read, hold_entries
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
-from medialane.arena.adoption import RECORD_BYTES
+from medialane.arena.index import RECORD_BYTES
 from medialane.types.errors import ArenaFull, HandoverFailed, MediaTooLarge
 from medialane.types.feature import Embedding, Feature
 from medialane.types.media import EncodedMedia, MediaSize

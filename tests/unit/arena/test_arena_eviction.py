@@ -2,8 +2,7 @@
 
 import pytest
 
-from medialane.arena.allocator import Allocator
-from medialane.arena.eviction import choose_span
+from medialane.arena.allocator import Allocator, choose_span
 
 UNIT = 64
 

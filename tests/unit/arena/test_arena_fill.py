@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.arena import Arena, FillWriter, fill
+from medialane.arena import Arena, FillWriter, locks
 from medialane.types.errors import ArenaFull, HandoverFailed
 from medialane.types.tensor import ArenaRange
 from poison import POISON, poison_freed
@@ -210,7 +210,7 @@ def test_nothing_is_written_where_the_kernel_has_no_such_locks(arena, reservatio
     def refuse(*_):
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(fill.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(locks.fcntl, "fcntl", refuse)
     with pytest.raises(HandoverFailed, match="cannot be locked"), FillWriter.open(reservation.range, shm):
         pass
     assert arena.revoke(reservation)

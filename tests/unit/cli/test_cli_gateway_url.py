@@ -1,6 +1,7 @@
 import pytest
 
-from medialane.cli.gateway_client import base_url, endpoint, parse_state
+from medialane.cli.status import parse_state
+from medialane.cli.workers import base_url, endpoint
 from medialane.types.errors import StartupFailed
 
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.cli import main
-from medialane.cli.gateway_client import Gateway, Host, Link, parse_state, read_state, worker_host
+from medialane.cli.status import GatewayUp, Host, Link, parse_state, read_state, worker_host
 from medialane.gateway import Health
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed
@@ -64,7 +64,7 @@ def test_state_has_workers_links_and_store():
     state = parse_state(URL, b"", page(endpoint("host-a/0"), endpoint("host-b/1"), store=store_stats()))
     assert (state.health, state.is_well) == ("ok", True)
     assert state.hosts() == [Host("host-a", 1, 1, "none"), Host("host-b", 1, 1, "none")]
-    assert state.gateways == (Gateway("0", True),)
+    assert state.gateways == (GatewayUp("0", True),)
     assert state.links == (Link("0", "host-a/0", True, 3, "inline"), Link("0", "host-b/1", True, 3, "inline"))
     first = state.workers[0]
     assert (first.num_running, first.num_waiting, first.kv_usage) == (1, 2, 0.25)

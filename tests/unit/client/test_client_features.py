@@ -20,8 +20,7 @@ from medialane.store.embeddings import Embeddings
 from medialane.store.items import LeasedItem
 from medialane.transfer import Pulls
 from medialane.types.errors import InvalidRequest, UnknownMedia
-from medialane.types.feature import Feature
-from medialane.types.feature_header import Batched, Field, Header, LargeTensor, Nested, Scalar, SmallTensor
+from medialane.types.feature import Batched, Feature, Field, HeaderFields, LargeTensor, Nested, Scalar, SmallTensor
 from medialane.types.media import MediaSize
 from medialane.types.stats import PoolStats, StoreStats
 from medialane.types.tensor import TensorSpec
@@ -40,7 +39,7 @@ def raw(tensor):
 
 
 HEADER = msgspec.msgpack.encode(
-    Header(
+    HeaderFields(
         [
             Field("pixel_values", Batched(), LargeTensor(0, TensorSpec("bfloat16", (64, 300)))),
             Field("grid", Batched(), SmallTensor(TensorSpec("int64", (3,)), raw(torch.tensor([1, 8, 8])))),

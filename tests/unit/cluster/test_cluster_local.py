@@ -7,6 +7,7 @@ import pytest
 from medialane.cluster import Hardware, local
 from medialane.config import changed_imports, load_config
 from medialane.types.errors import StartupFailed
+from medialane.wire.listener import bind_http
 
 
 def config(**flags):
@@ -219,7 +220,7 @@ def test_each_process_gets_the_flags_that_it_uses(tmp_path):
 
 
 def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_path):
-    with local.shared_listener(config(port="0")) as listener:
+    with bind_http("127.0.0.1", 0) as listener:
         assert listener.getsockname()[1] > 0
         *_, first, second, third = make_parts(
             tmp_path, gateways="3", listener=listener, vllm_args=["--chat-template", "t"]
@@ -239,7 +240,7 @@ def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_
 
 
 def test_one_gateway_inherits_the_socket_too_but_is_no_group(tmp_path):
-    with local.shared_listener(config(port="0")) as listener:
+    with bind_http("127.0.0.1", 0) as listener:
         gateway = make_parts(tmp_path, listener=listener)[-1]
         assert (gateway.name, gateway.pass_fds) == ("gateway", (listener.fileno(),))
     assert "--listen-fd" in gateway.argv
@@ -251,9 +252,8 @@ def test_shared_port_in_use_is_one_clear_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        wanted = config(port=str(taken.getsockname()[1]))
-        with pytest.raises(StartupFailed, match="the port is already in use"), local.shared_listener(wanted):
-            pass
+        with pytest.raises(StartupFailed, match="the port is already in use"):
+            local.check_port("127.0.0.1", taken.getsockname()[1])
 
 
 def flags_of(parts, name):

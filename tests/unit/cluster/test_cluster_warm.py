@@ -12,8 +12,8 @@ from scripted_processes import Recorder, is_running, make_supervisor, number_in,
 
 from medialane.cluster import (
     ChildProcess,
-    Fork,
     ForkedChild,
+    ForkRequest,
     NotForked,
     ProcessSpec,
     SocketExists,
@@ -126,7 +126,7 @@ async def test_fork_of_a_request_that_was_given_up_ends(host):
 async def test_fork_ends_if_the_supervisor_exits_before_it_has_said_what_it_becomes(host):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, host.output.open("ab") as log:
         sock.connect(str(host.warm.path))
-        send(sock, Fork("x"), [log.fileno()], max_bytes=1000)
+        send(sock, ForkRequest("x"), [log.fileno()], max_bytes=1000)
         pid = int(await asyncio.to_thread(sock.recv, 20))
         assert is_running(pid)
     assert os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1]) == 1

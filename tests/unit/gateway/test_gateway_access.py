@@ -23,7 +23,7 @@ from medialane.gateway import (
 from medialane.gateway.http import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS_PATH, OPEN
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import StartupFailed
 
 KEY = "authorization: Bearer key\r\n"

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, Metrics, PlainFormatter, request_id
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import NoWorkerReady
 
 BODY = (

@@ -4,7 +4,7 @@ import pytest
 
 from medialane.gateway import WorkerPool
 from medialane.gateway.administration import MAX_NAMED, administer
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FakeLink
 from medialane.types.admin import (
     AddLora,
     IsSleeping,

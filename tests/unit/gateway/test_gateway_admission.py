@@ -4,7 +4,7 @@ import pytest
 
 from medialane.gateway import RequestScope
 from medialane.gateway.admission import Admission, SharedCounts, Tenant
-from medialane.gateway.admission.keys_file import TenantLimits
+from medialane.gateway.admission.tenants import TenantLimits
 from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded
 
 

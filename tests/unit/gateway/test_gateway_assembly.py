@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from medialane.gateway.assembly import MAX_ITEMS_ON_LOOP, MAX_OPTIONS_BYTES, MAX_TOKENS_ON_LOOP, Assembly
+from medialane.gateway.request.assembly import MAX_ITEMS_ON_LOOP, MAX_OPTIONS_BYTES, MAX_TOKENS_ON_LOOP, Assembly
 from medialane.prepare import AssembledPrompt, ImageCost
 from medialane.types.errors import PromptRejected
 from medialane.types.feature import Feature, MediaPrompt

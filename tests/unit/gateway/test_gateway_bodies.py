@@ -6,7 +6,7 @@ import pytest
 
 from medialane.gateway import GatewayConfig
 from medialane.gateway.intake import BodyBuffer, BodyMemory, BoundedReceive, BudgetCharge
-from medialane.runtime.loop_fairness import SMALL_BYTES, LoopFairness
+from medialane.runtime.tasks import SMALL_BYTES, LoopFairness
 from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from waiting import eventually
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from medialane.gateway import PullTransport, ShmTransport, TransferPath
-from medialane.gateway.handover import prompt_for
+from medialane.gateway.request.transfer_paths import prompt_for
 from medialane.observability import StageTimeline
 from medialane.types.feature import (
     Embedding,

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from medialane.gateway import WorkerPool, health_of
-from medialane.testing.fake_handler import FAKE_CARD
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FAKE_CARD, FakeLink
 from medialane.types.errors import StartupFailed
 from medialane.types.request import WorkerLoad
 from medialane.wire import LoadReport

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import BoundedServer, GatewayConfig, IntakeMiddleware, ScopeMiddleware, http_bounds
 from medialane.gateway.http import MAX_TARGET_BYTES
-from medialane.gateway.http import protocol as module
+from medialane.gateway.http import server as module
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import BodyTooLarge
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaSize

@@ -1,6 +1,6 @@
 import asyncio
 
-from medialane.gateway.oldest_first import OldestFirst
+from medialane.gateway.admission.concurrency import OldestFirst
 
 
 async def settled():

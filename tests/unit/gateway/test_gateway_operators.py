@@ -30,7 +30,6 @@ from medialane.gateway import (
     RequestRecord,
     RequestView,
     ScopeMiddleware,
-    Sent,
     WorkerPool,
     http_bounds,
     no_others,
@@ -54,7 +53,7 @@ def record(name, *refs, tenant=None, worker=None, error=None):
     made.received(refs, model="m", streams=True)
     made.tenant, made.status = tenant, 200
     if worker is not None:
-        made.sending(Sent(RoutingDecision(worker, "idle", num_tokens=9)))
+        made.sending(RoutingDecision(worker, "idle", num_tokens=9))
         made.prompt_sent()
     if error is not None:
         made.failed(to_report(error), quotes_client=False)
@@ -170,7 +169,7 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     member, tried = Member(), record("resp_secret", worker="w0")
     tried.attempt_failed("w0", 0, None, "worker_lost")
     decision = RoutingDecision("w1", "longest cached prefix", num_tokens=9)
-    tried.sending(Sent(decision), is_sent=False)
+    tried.sending(decision, is_sent=False)
     member.live(tried)
     page = member.endpoints.decisions({"limit": "2"})
     assert b"resp_secret" not in page
@@ -179,7 +178,7 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     assert (about["worker"], about["reason"], about["sent"]) == ("w1", "longest cached prefix", False)
     assert (failed["worker"], failed["error"], failed["sent"]) == ("w0", "worker_lost", True)
     assert about["first_token_ms"] is failed["first_token_ms"] is None
-    tried.sending(Sent(decision))
+    tried.sending(decision)
     tried.prompt_sent()
     now = time.perf_counter()
     tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {}, times=(now - 0.25, now))

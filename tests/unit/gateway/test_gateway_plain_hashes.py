@@ -9,10 +9,10 @@ import pytest
 
 from medialane.arena import describe
 from medialane.gateway import PlainHashes, open_scope
-from medialane.gateway.assembly import Assembly
-from medialane.gateway.request_media import RequestMedia
+from medialane.gateway.request.assembly import Assembly
+from medialane.gateway.request.media import RequestMedia
 from medialane.media import MediaConfig
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_media import sample_jpeg
 from medialane.types.errors import InvalidRequest

@@ -23,7 +23,7 @@ from medialane.gateway import (
 )
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import StartupFailed
 from waiting import eventually
 

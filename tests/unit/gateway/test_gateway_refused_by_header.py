@@ -10,7 +10,7 @@ from medialane.gateway.admission import Queues
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 
 SMALL = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 LARGE_BYTES = 200_000

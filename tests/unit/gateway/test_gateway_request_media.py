@@ -5,8 +5,8 @@ import pytest
 
 from medialane.arena import describe
 from medialane.gateway import open_scope
-from medialane.gateway.assembly import Assembly
-from medialane.gateway.request_media import FINDERS, RequestMedia
+from medialane.gateway.request.assembly import Assembly
+from medialane.gateway.request.media import FINDERS, RequestMedia
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.types.errors import InvalidImage
 from medialane.types.feature import Embedding, Feature, FoundItem, MediaPrompt

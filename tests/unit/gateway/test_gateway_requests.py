@@ -12,7 +12,6 @@ from medialane.gateway.records import (
     RequestFilter,
     RequestRates,
     RequestRecord,
-    Sent,
     Waits,
     request_view,
     series,
@@ -132,11 +131,11 @@ def test_message_without_urls_is_unchanged(text):
 def test_attempts_name_their_workers_and_how_they_ended():
     request = record()
     first, second = RoutingDecision("w0", "idle", num_tokens=9), RoutingDecision("w1", "idle", num_tokens=9)
-    request.sending(Sent(first, SHM))
-    request.sending(Sent(first, SHM))
+    request.sending(first, SHM)
+    request.sending(first, SHM)
     request.attempt_failed("w0", 0, SHM, "worker_lost")
     request.attempt_failed("w9", 0, SHM, "worker_draining")  # nothing was sent there
-    request.sending(Sent(second, SHM))
+    request.sending(second, SHM)
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
     request.answered(delta, second, 9, {}, times=(time.perf_counter(), time.perf_counter()))
     view = request_view(request, is_full=True)
@@ -187,7 +186,7 @@ def test_requests_are_filtered():
     recent = RecentRequests()
     video = record(MediaRef("video", "v", data=b"1"), model="other")
     video.status, video.tenant = 200, "acme"
-    video.sending(Sent(RoutingDecision("host/3", "idle"), SHM))
+    video.sending(RoutingDecision("host/3", "idle"), SHM)
     slow = good()
     slow.timeline.started_at -= 5
     failed = record(image())

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router
-from medialane.testing.fake_worker_link import ARENA, FakeLink
+from medialane.testing.fake_worker import ARENA, FakeLink
 from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.kv_events import KvChange
@@ -68,7 +68,7 @@ def test_prompt_is_hashed_once_for_its_new_items_and_its_worker(make_routes, mon
         sizes.append(block_size)
         return prompt_block_ids(tokens, block_size=block_size, **kwargs)
 
-    monkeypatch.setattr("medialane.gateway.route.prompt_block_ids", hashed)
+    monkeypatch.setattr("medialane.gateway.request.route.prompt_block_ids", hashed)
     routes, block_ids = make_routes(link_to("w0"), link_to("w1", block_size=32)), {}
     request, prepared = with_large_media(7)
     assert routes.new_items(request, prepared, block_ids) == {f"{7:064x}"}

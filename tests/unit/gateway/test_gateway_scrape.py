@@ -6,7 +6,7 @@ import pytest
 
 from medialane.gateway import ScrapeMiddleware, WorkerPool, WorkerScrape
 from medialane.gateway.http import MIN_INTERVAL_S
-from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.fake_worker import FakeLink
 from waiting import eventually
 
 

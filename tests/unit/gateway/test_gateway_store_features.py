@@ -15,7 +15,7 @@ from medialane.media import MediaConfig
 from medialane.observability import StageTimeline, TimelineReport
 from medialane.observability.timeline import ReportedStep
 from medialane.prepare import Described
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import AliasResolved, DescribeItem, ImageSize, ItemDescribed, ItemFound, ResolveAlias, SendData
 from medialane.store.client import ConnectionLost
 from medialane.types.errors import MediaTooLarge, PromptTooLong, ProtocolViolation

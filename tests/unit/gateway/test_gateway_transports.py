@@ -6,7 +6,7 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.gateway import InlineTransport, PullTransport, ShmTransport, Transport, Transports
-from medialane.gateway import transports as module
+from medialane.gateway.request import transfer_paths as module
 from medialane.observability import StageTimeline
 from medialane.types.errors import HandoverFailed
 from medialane.types.feature import Embedding, Feature, MediaPayload, RemoteEntry

@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool
 from medialane.observability import Metrics
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import InvalidRequest
 from medialane.wire import Hello, RpcConfig
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)

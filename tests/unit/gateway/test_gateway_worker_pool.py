@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool, health_of
-from medialane.gateway.worker_link import RpcClient
-from medialane.gateway.worker_pool import on_hosts_of
+from medialane.gateway.workers import RpcClient
+from medialane.gateway.workers.pool import on_hosts_of
 from medialane.observability import Metrics
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     InvalidRequest,
@@ -26,7 +26,7 @@ from medialane.types.errors import (
 )
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Hello, RpcConfig
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 from waiting import eventually
 from written_lines import written_lines
 

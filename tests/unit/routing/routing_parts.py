@@ -1,12 +1,12 @@
 """The parts of a `Router`, put together as it does, each of them in reach."""
 
 from medialane.routing import BlockIndex, RoutingConfig
+from medialane.routing.block_index import PendingBlocks
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
 from medialane.routing.prediction import PredictionMonitor
-from medialane.routing.reservation import SlotState
+from medialane.routing.routed_request import SlotState
 from medialane.routing.slots import SlotTable
 
 

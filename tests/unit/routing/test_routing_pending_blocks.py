@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import Clock
-from medialane.routing.pending_blocks import PendingBlocks
+from medialane.routing.block_index import PendingBlocks
 
 ALL = (1 << 8) - 1
 

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from medialane.runtime.loop_fairness import (
+from medialane.runtime.tasks import (
     LARGE_BYTES,
     PIECES_PER_ITERATION,
     SMALL_BYTES,

@@ -187,7 +187,7 @@ class World:
         self.processor: dict[str, str] = {}
         self.has_started = True
         self._open()
-        monkeypatch.setattr("medialane.store.absent_clients.POLL_INTERVAL_S", 0.005)
+        monkeypatch.setattr("medialane.store.client_use.POLL_INTERVAL_S", 0.005)
         self._clients: list[Client] = []
 
     async def start(self) -> World:

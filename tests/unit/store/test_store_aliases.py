@@ -6,7 +6,7 @@ import pytest
 
 from kept_names import KeptNames
 from medialane.store import Aliases
-from medialane.store.aliases import AliasTarget
+from medialane.store.names import AliasTarget
 from medialane.types.errors import UuidConflict
 from medialane.types.media import Alias
 from medialane.types.media_lease import TENANT

@@ -16,7 +16,7 @@ from store_world import DIRECTORY, ITEM_BYTES, World, pattern, wanted
 
 from medialane.arena import FillWriter
 from medialane.arena.layout import COMPLETED_WORD
-from medialane.store import HoldCache, HoldPasser, StoreEntries, embeddings, hold_passing, link
+from medialane.store import HoldCache, HoldPasser, StoreEntries, embeddings, holds
 from medialane.types.errors import HandoverFailed
 from waiting import eventually
 
@@ -67,8 +67,8 @@ class Holding(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(embeddings, "REVOKE_INTERVAL_S", 0.005)
-        self.patches.setattr(link, "INITIAL_BACKOFF_S", 0.001)
-        self.patches.setattr(hold_passing, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
+        self.patches.setattr("medialane.store.client.INITIAL_BACKOFF_S", 0.001)
+        self.patches.setattr(holds, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
         self.world = self.loop.run_until_complete(self._start())
         self.clients = []
         self.sent = []  # (content, entry) of requests that no worker has received yet

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image as PILImage
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.arena.adoption import RECORD_BYTES
+from medialane.arena.index import RECORD_BYTES
 from medialane.media import MediaConfig
 from medialane.store import EncodedStore
 from medialane.store.encoded_store import STEPS

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from store_world import ITEM_BYTES, pattern, wanted, write
 
-from medialane.store import HoldPasser, StoreEntries, hold_passing
+from medialane.store import HoldPasser, StoreEntries, holds
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.tensor import TensorSpec
 from waiting import eventually
@@ -80,7 +80,7 @@ async def test_entries_that_were_not_passed_are_asked_for(world, gateway, worker
 
 
 async def test_hold_that_no_request_comes_for_ends(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(hold_passing, "MAX_AGE_S", 0.05)
+    monkeypatch.setattr(holds, "MAX_AGE_S", 0.05)
     _, entry = await found(gateway)
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
     await eventually(lambda: num_leases(world) == 2)
@@ -88,7 +88,7 @@ async def test_hold_that_no_request_comes_for_ends(world, gateway, worker, monke
 
 
 async def test_worker_asks_if_no_hold_arrives(gateway, worker, monkeypatch):
-    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(holds, "MAX_WAIT_S", 0.01)
     _, entry = await found(gateway)
     assert gateway.passer.pass_on([entry], to="not connected", request_id="r")
     (await worker.entries.hold([entry], passed_with="r")).release()
@@ -96,8 +96,8 @@ async def test_worker_asks_if_no_hold_arrives(gateway, worker, monkeypatch):
 
 
 async def test_hold_that_arrives_too_late_ends(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 0.0)
-    monkeypatch.setattr(hold_passing, "MAX_AGE_S", 0.05)
+    monkeypatch.setattr(holds, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(holds, "MAX_AGE_S", 0.05)
     _, entry = await found(gateway)
     held = await worker.entries.hold([entry], passed_with="r")
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
@@ -107,7 +107,7 @@ async def test_hold_that_arrives_too_late_ends(world, gateway, worker, monkeypat
 
 
 async def test_entry_that_is_no_longer_held_is_not_passed(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 0.05)
+    monkeypatch.setattr(holds, "MAX_WAIT_S", 0.05)
     hold_id, entry = await found(gateway)
     gateway.release(hold_id)
     await eventually(lambda: num_leases(world) == 0)
@@ -128,7 +128,7 @@ async def test_cancelled_request_leaves_no_hold(world, gateway, worker):
 
 
 async def test_removed_arena_ends_the_wait_at_once(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 60)
+    monkeypatch.setattr(holds, "MAX_WAIT_S", 60)
     _, entry = await found(gateway)
     waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
     await asyncio.sleep(0)
@@ -206,7 +206,7 @@ async def test_embedding_that_is_passed_and_not_asked_for_ends_with_the_request(
 
 
 async def test_embedding_that_no_request_comes_for_is_freed(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(hold_passing, "MAX_AGE_S", 0.05)
+    monkeypatch.setattr(holds, "MAX_AGE_S", 0.05)
     _, entry = await found(gateway)
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r", wanted=[wanted("e")])
     await eventually(lambda: world.arena.stats().num_reservations == 1)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as PILImage
 
 from medialane.arena import FillWriter
-from medialane.arena.adoption import RECORD_BYTES
+from medialane.arena.index import RECORD_BYTES
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
 from medialane.prepare import Described

@@ -10,7 +10,7 @@ import pytest
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import StoreEntries
 from medialane.types.errors import StartupFailed, StoreUnavailable
 from medialane.types.hashing import content_hash

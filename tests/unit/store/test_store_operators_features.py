@@ -6,7 +6,7 @@ import pytest
 from test_store_items import World, by_url
 
 from medialane.store import KnownFeatures
-from medialane.store.known_features import FeatureSource
+from medialane.store.names import FeatureSource
 from medialane.types.errors import UnknownMedia
 from medialane.types.media import MediaRef
 

@@ -365,7 +365,7 @@ async def test_recorded_hold_names_its_client_its_request_and_the_code_that_took
     hold_id = await gateway.find("a")
     (record,) = holds.records(10)
     assert record.taker.startswith(f"gateway {gateway.link.client_id[:8]}: FindItem for request 1 (")
-    assert "link.py" in record.taker
+    assert "client.py" in record.taker
     assert record.age_s < 10
     gateway.release(hold_id)
     await eventually(lambda: not holds.records(10))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trustme
 
-from medialane.cli.gateway_client import read_state
+from medialane.cli.status import read_state
 from medialane.types.errors import StartupFailed
 
 

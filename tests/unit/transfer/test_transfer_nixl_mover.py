@@ -12,7 +12,7 @@ import pytest
 from medialane.transfer import StillWriting
 from medialane.transfer.nixl import child as child_module
 from medialane.transfer.nixl import mover as mover_module
-from medialane.transfer.nixl.messages import MAX_READS
+from medialane.transfer.nixl.agent import MAX_READS
 from medialane.types.errors import TransferFailed
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually, iterations

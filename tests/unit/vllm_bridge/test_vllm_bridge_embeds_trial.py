@@ -7,9 +7,9 @@ import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
 from medialane.types.tensor import UNNAMED
-from medialane.vllm_bridge.items import embeds as tested
-from medialane.vllm_bridge.items import try_embeds
-from medialane.vllm_bridge.items.embeds import GRID, MODALITY, VALUES
+from medialane.vllm_bridge.learned import embeds as tested
+from medialane.vllm_bridge.learned import try_embeds
+from medialane.vllm_bridge.learned.embeds import GRID, MODALITY, VALUES
 
 OUTPUT = torch.arange(12.0).reshape(6, 2)
 

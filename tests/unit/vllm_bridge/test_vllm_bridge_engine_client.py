@@ -17,7 +17,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from medialane.runtime.loop_fairness import PIECES_PER_ITERATION
+from medialane.runtime.tasks import PIECES_PER_ITERATION
 from medialane.types import admin
 from medialane.types.errors import AdminCallIncomplete, ArenaFull, NoWorkerReady
 from medialane.types.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt

@@ -10,7 +10,7 @@ from vllm.multimodal.inputs import (
 )
 
 from medialane.types.errors import InvalidFeature
-from medialane.vllm_bridge.items.item_shape import GridSample, check_grids, common_side
+from medialane.vllm_bridge.learned.item_shape import GridSample, check_grids, common_side
 
 
 @pytest.mark.parametrize(

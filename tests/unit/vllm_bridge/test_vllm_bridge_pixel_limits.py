@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.image_utils import SizeDict
 
-from medialane.vllm_bridge.items.sized_headers import declared_limit
+from medialane.vllm_bridge.learned.sized_headers import declared_limit
 
 
 @pytest.mark.parametrize(

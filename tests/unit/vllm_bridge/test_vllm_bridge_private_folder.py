@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder
 
 HOLDER = """
 import sys, time
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder
 print(PrivateFolder().path, flush=True)
 time.sleep(60)  # time: a leftover of a failed test ends by itself
 """

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge.items.settings import compared_settings
+from medialane.vllm_bridge.learned.settings import compared_settings
 
 
 class ImageProcessor:

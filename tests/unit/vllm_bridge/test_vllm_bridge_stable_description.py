@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from medialane.vllm_bridge.items.stable_description import describe
+from medialane.vllm_bridge.learned.settings import describe
 
 
 @pytest.mark.whole

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from medialane.vllm_bridge.encoder_cache import embedding_connector
-from medialane.vllm_bridge.encoder_cache.embedding_connector import StepClock
+from medialane.vllm_bridge.engine import embedding_connector
+from medialane.vllm_bridge.engine.embedding_connector import StepClock
 
 
 @pytest.fixture

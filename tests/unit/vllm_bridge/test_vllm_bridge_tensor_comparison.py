@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from medialane.types.tensor import Comparison, PixelNormalisation
-from medialane.vllm_bridge.items import compare_fields
-from medialane.vllm_bridge.items.reference_tensors import normalise
+from medialane.vllm_bridge.learned import compare_fields
+from medialane.vllm_bridge.learned.reference_tensors import normalise
 
 CLIP = PixelNormalisation(1 / 255, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
 FLOATS = torch.linspace(-2, 2, 24).reshape(2, 12)

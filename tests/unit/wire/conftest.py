@@ -9,10 +9,10 @@ import uvloop
 from rpc_raw_gateway import RawGateway
 
 from certificates import tls_settings
-from medialane.gateway.worker_link import RpcClient
-from medialane.testing.fake_handler import FakeHandler
+from medialane.gateway.workers import RpcClient
+from medialane.testing.fake_worker import FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 
 def pytest_asyncio_loop_factories(config, item):

@@ -1,6 +1,6 @@
 """A gateway's view of one worker: all that its connection reports."""
 
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 
 
 class Reported:

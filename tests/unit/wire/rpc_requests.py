@@ -5,7 +5,7 @@ import struct
 
 import msgspec
 
-from medialane.gateway.worker_link import RemoteRequest
+from medialane.gateway.workers import RemoteRequest
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from waiting import DEADLINE_S
 

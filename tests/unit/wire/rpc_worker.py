@@ -5,9 +5,9 @@ import sys
 
 import uvloop
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.wire import RpcConfig
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 
 async def main(address: str, num_tokens: str, delay_s: str) -> None:

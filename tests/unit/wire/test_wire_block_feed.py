@@ -5,10 +5,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medialane.gateway.worker_link.block_inbox import MAX_WAITING_BYTES, BlockInbox
+from medialane.gateway.workers.reports import MAX_WAITING_BYTES, BlockInbox
 from medialane.types.kv_events import KvChange
 from medialane.wire import HEADER, KvBlocks, decode_from_worker
-from medialane.worker.gateway_link.block_feed import MAX_WAITING_BLOCKS, PIECE_BLOCKS, BlockFeed
+from medialane.worker.reports import MAX_WAITING_BLOCKS, PIECE_BLOCKS, BlockFeed
 
 FRAME = 1 << 20
 

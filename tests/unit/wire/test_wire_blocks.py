@@ -8,11 +8,11 @@ import pytest
 from rpc_reports import Reported
 from rpc_requests import engine_request, tokens_of
 
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import ProtocolViolation
 from medialane.types.kv_events import KvChange
 from medialane.wire import KvBlocks, ResyncBlocks
-from medialane.worker.gateway_link.block_feed import PIECE_BLOCKS
+from medialane.worker.reports import PIECE_BLOCKS
 from waiting import eventually
 
 #: Made once, outside of any loop.

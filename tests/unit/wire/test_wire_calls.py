@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import Counter
 from rpc_requests import engine_request, raw_frame, tokens_of
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.admin import AddLora, IsSleeping, ResetPrefixCache, Sleep
 from medialane.types.errors import GenerationFailed, InvalidRequest, ProtocolViolation, Unavailable, WorkerLost
 from medialane.types.stats import MetricChanges
@@ -20,7 +20,7 @@ from medialane.wire import (
     decode_from_worker,
     decode_to_worker,
 )
-from medialane.worker.gateway_link.session_calls import MAX_CALLS
+from medialane.worker.link import MAX_CALLS
 from waiting import DEADLINE_S, eventually
 
 

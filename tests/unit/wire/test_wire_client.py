@@ -9,8 +9,8 @@ import pytest
 from rpc_reports import Reported
 from rpc_requests import engine_request, raw_frame, tokens_of
 
-from medialane.gateway.worker_link import RpcClient
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.gateway.workers import RpcClient
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,

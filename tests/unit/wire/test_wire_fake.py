@@ -3,10 +3,10 @@ import asyncio
 import pytest
 from rpc_requests import engine_request
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import GenerationFailed, StartupFailed
 from medialane.wire import Hello
-from medialane.worker.gateway_link import Handler
+from medialane.worker.handler import Handler
 from waiting import eventually
 
 

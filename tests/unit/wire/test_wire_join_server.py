@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.gateway.worker_link import JoinServer
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.gateway.workers import JoinServer
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import (
     PROTOCOL_VERSION,
@@ -23,8 +23,8 @@ from medialane.wire import (
     decode_to_worker,
     dial,
 )
-from medialane.wire.pending import MAX_PENDING
-from medialane.worker.gateway_link import RpcServer
+from medialane.wire.acceptor import MAX_PENDING
+from medialane.worker.server import RpcServer
 from waiting import eventually
 
 CONFIG = RpcConfig(heartbeat_timeout_s=2.0)
@@ -151,8 +151,8 @@ async def test_address_without_a_gateway_is_told_from_one_that_is_cut_off(worker
     async def lost_packets(*_):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("medialane.worker.gateway_link.server.dial", lost_packets)
-    monkeypatch.setattr("medialane.worker.gateway_link.server.DIAL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("medialane.worker.server.dial", lost_packets)
+    monkeypatch.setattr("medialane.worker.server.DIAL_TIMEOUT_S", 0.05)
     with pytest.raises(WorkerLost, match="does not respond"):
         await worker.join(address, JOIN)
 

@@ -8,10 +8,10 @@ import stat
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import StartupFailed
 from medialane.wire import Listener, RpcConfig
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 
 async def test_close_is_idempotent_and_removes_the_socket(net):

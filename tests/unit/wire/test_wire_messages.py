@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rpc_requests import engine_request
 
-from medialane.testing.fake_handler import FAKE_CARD
+from medialane.testing.fake_worker import FAKE_CARD
 from medialane.types.errors import GenerationFailed, ProtocolViolation, to_report
 from medialane.types.request import CompletionDelta, OutputDelta, WorkerLoad
 from medialane.wire import (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rpc_requests import engine_request, tokens_of
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,

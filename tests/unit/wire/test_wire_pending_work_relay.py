@@ -8,7 +8,7 @@ import pytest
 from rpc_reports import Reported
 from rpc_requests import engine_request, tokens_of
 
-from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.admin import (
     IsSleeping,
     PauseGeneration,

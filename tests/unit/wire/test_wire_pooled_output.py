@@ -3,7 +3,7 @@ import asyncio
 import msgspec
 import pytest
 
-from medialane.gateway.worker_link import RemoteRequest
+from medialane.gateway.workers import RemoteRequest
 from medialane.types.errors import GenerationFailed, TooLarge
 from medialane.types.feature import MediaSpan
 from medialane.types.request import OutputDelta, PooledPart

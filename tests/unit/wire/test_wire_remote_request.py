@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from rpc_requests import tokens_of
 
-from medialane.gateway.worker_link import RemoteRequest
+from medialane.gateway.workers import RemoteRequest
 from medialane.types.errors import GenerationFailed, WorkerLost
 from medialane.types.request import CompletionDelta, OutputDelta
 

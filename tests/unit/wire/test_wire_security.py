@@ -11,11 +11,11 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from certificates import expired, tls_settings
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import StartupFailed
 from medialane.wire import Role, RpcConfig, Security, check_address, dial, is_loopback
 from medialane.wire.authentication import Handshake
-from medialane.worker.gateway_link import RpcServer
+from medialane.worker.server import RpcServer
 
 SECRET = "0123456789abcdef"
 WITH_SECRET = RpcConfig(shared_secret=SECRET)

@@ -7,7 +7,7 @@ import pytest
 from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane import __version__
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     NoWorkerReady,
@@ -15,8 +15,8 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.wire import PROTOCOL_VERSION, Hello, Refused, RpcConfig, Welcome
-from medialane.wire.pending import MAX_PENDING
-from medialane.worker.gateway_link.session import MAX_HELLO_BYTES
+from medialane.wire.acceptor import MAX_PENDING
+from medialane.worker.link import MAX_HELLO_BYTES
 from waiting import DEADLINE_S, eventually
 
 HOUR_S = 3600.0

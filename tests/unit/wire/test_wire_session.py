@@ -7,7 +7,7 @@ import weakref
 import pytest
 from rpc_requests import engine_request, raw_frame, tokens_of
 
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import (
     GenerationFailed,
     InvalidFeature,

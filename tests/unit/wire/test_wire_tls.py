@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from certificates import tls_settings
-from medialane.testing.fake_handler import FakeHandler
+from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed
 from medialane.wire import Role, RpcConfig, Security
 from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rpc_requests import engine_request, tokens_of
 
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.types.errors import NoWorkerReady, WorkerLost
 from medialane.wire import Hello, RpcConfig
 from waiting import DEADLINE_S

@@ -7,7 +7,7 @@ import pytest
 from fake_engine import FAKE_CARD
 from medialane.types.block_hash import prompt_block_ids
 from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
-from medialane.worker.block_reports import BlockReports
+from medialane.worker.block_table import BlockReports
 from waiting import eventually
 
 SIZE = FAKE_CARD.block_size

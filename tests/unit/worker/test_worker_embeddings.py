@@ -23,7 +23,7 @@ from medialane.types.request import CompletionDelta, EncoderCard, EngineRequest,
 from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.worker import embeddings as module
 from medialane.worker.embeddings import HeldEmbeddings
-from medialane.worker.receivers import entries_read, hold_entries
+from medialane.worker.host_arena import entries_read, hold_entries
 from waiting import iterations
 
 ENCODER = EncoderCard("d" * 64, "bfloat16", {"image": 8})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fake_engine import FAKE_CARD, FakeEngine
 from medialane.arena import Arena
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.types.tensor import ArenaOffer
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig, serve_worker

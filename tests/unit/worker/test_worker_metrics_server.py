@@ -9,15 +9,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fake_engine import FAKE_CARD, FakeEngine
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.tools.check import free_port
 from medialane.types.errors import StartupFailed
 from medialane.types.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig
-from medialane.worker.gateway_link import RpcServer
 from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
+from medialane.worker.server import RpcServer
 from waiting import eventually
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fake_engine import FAKE_CARD, FakeEngine, FakeParams
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.types.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerDraining, WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Hello, RpcConfig

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.testing.simulated.block_pool import BlockPool
+from medialane.testing.simulated.sequence import BlockPool
 from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 

@@ -1,6 +1,11 @@
+import sys
+from pathlib import Path
+
 import pytest
 
-from medialane.testing.simulated.encoder import EmbeddingStore
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from simulated_encoders import EmbeddingStore
 
 
 def test_one_client_computes_a_new_item_and_others_wait():

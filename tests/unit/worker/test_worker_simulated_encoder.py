@@ -1,7 +1,13 @@
+import sys
+from pathlib import Path
+
 import pytest
 
 from medialane.testing.simulated import SimulatedConfig
-from medialane.testing.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from simulated_encoders import EncoderScheduler, EncodeStep, encode_step_s
 
 
 def scheduler(*items, max_embeds=100):

@@ -1,4 +1,4 @@
-from medialane.testing.simulated.encoder import EncoderCache
+from medialane.testing.simulated.scheduler import EncoderCache
 
 
 def test_item_is_cached_after_its_request_until_evicted():

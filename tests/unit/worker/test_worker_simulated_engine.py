@@ -6,7 +6,7 @@ import pytest
 
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.testing.simulated.engine import step_s
-from medialane.testing.simulated.scheduler import Step
+from medialane.testing.simulated.scheduler import SimulatedStep
 from medialane.types.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerBusy, WorkerLost
 from medialane.types.feature import EmbeddingUse, MediaPayload, PlaceholderRange
 from medialane.types.kv_events import AllBlocksCleared, BlockStored
@@ -89,7 +89,7 @@ async def test_first_token_takes_the_time_of_its_prompt_and_images():
     first, *_ = await answer(engine, request(features=[image("i", 3, 20)]))
     assert first.times.prefill_s == pytest.approx(0.002 + 0.040 + 0.200)
     assert first.times.queue_s >= 0
-    assert step_s(config, Step(num_decode_tokens=1)) == pytest.approx(0.007)
+    assert step_s(config, SimulatedStep(num_decode_tokens=1)) == pytest.approx(0.007)
     await engine.close()
 
 
@@ -108,7 +108,7 @@ async def test_embeddings_from_the_arena_are_loaded_instead_of_computed():
 
 def test_loaded_embeddings_take_time_by_their_size():
     config = SimulatedConfig(step_ms=0.0, load_ms_per_mib=2.0, embedding_bytes=1 << 19)
-    assert step_s(config, Step(num_loaded_embeds=3)) == pytest.approx(0.003)
+    assert step_s(config, SimulatedStep(num_loaded_embeds=3)) == pytest.approx(0.003)
 
 
 async def test_blocks_are_reported_after_their_step(engine):

@@ -1,9 +1,7 @@
 import pytest
 
-from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.encoder import EncoderCache
-from medialane.testing.simulated.scheduler import Scheduler
-from medialane.testing.simulated.sequence import Item, SimulatedSequence, answer_of
+from medialane.testing.simulated.scheduler import EncoderCache, Scheduler
+from medialane.testing.simulated.sequence import BlockPool, SimulatedItem, SimulatedSequence, answer_of
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_events import BlockStored
 
@@ -24,7 +22,7 @@ def sequence(name, tokens, *, max_tokens=3, items=()):
 
 
 def image(name, offset, length, *, is_embedded=False):
-    return Item(name, PlaceholderRange(offset, length), is_embedded=is_embedded)
+    return SimulatedItem(name, PlaceholderRange(offset, length), is_embedded=is_embedded)
 
 
 def run(found, limit=200):

@@ -1,7 +1,6 @@
 import pytest
 
-from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.testing.simulated.sequence import BlockPool, SimulatedItem, SimulatedSequence
 from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.feature import PlaceholderRange
 
@@ -32,7 +31,7 @@ def test_chunks_are_stored_in_order_with_their_parents():
 
 
 def test_events_contain_the_contents_of_a_block():
-    items = [Item("a" * 64, PlaceholderRange(2, 4)), Item("b" * 64, PlaceholderRange(6, 2))]
+    items = [SimulatedItem("a" * 64, PlaceholderRange(2, 4)), SimulatedItem("b" * 64, PlaceholderRange(6, 2))]
     sequence = made(12, items=items, lora="l", cache_salt="s")
     [event] = store(sequence, BlockPool(9), 12)
     assert event.lora_name == "l"
@@ -46,7 +45,7 @@ def test_events_contain_the_contents_of_a_block():
 @pytest.mark.parametrize("lora", [None, "l"])
 @pytest.mark.parametrize("salt", [None, "s"])
 def test_ids_from_events_equal_those_of_the_growing_prompt(lora, salt):
-    items = [Item("a" * 64, PlaceholderRange(2, 4)), Item("b" * 64, PlaceholderRange(6, 7))]
+    items = [SimulatedItem("a" * 64, PlaceholderRange(2, 4)), SimulatedItem("b" * 64, PlaceholderRange(6, 7))]
     pool, sequence = BlockPool(9), made(13, items=items, lora=lora, cache_salt=salt)
     events = store(sequence, pool, 13)
     sequence.token_ids += [90, 91, 92, 93]
@@ -67,9 +66,9 @@ def test_ids_from_events_equal_those_of_the_growing_prompt(lora, salt):
 
 
 def test_item_is_needed_where_one_of_its_embeddings_is():
-    item = Item("a", PlaceholderRange(4, 4, is_embed=bytes([0, 1, 1, 0])))
+    item = SimulatedItem("a", PlaceholderRange(4, 4, is_embed=bytes([0, 1, 1, 0])))
     assert item.needs(0, 6)
     assert not item.needs(0, 5)
     assert not item.needs(7, 20)
     assert not item.needs(8, 20)
-    assert Item("a", PlaceholderRange(4, 4)).needs(7, 8)
+    assert SimulatedItem("a", PlaceholderRange(4, 4)).needs(7, 8)

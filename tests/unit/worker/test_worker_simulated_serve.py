@@ -5,9 +5,9 @@ import signal
 import msgspec
 import pytest
 
-from medialane.gateway.worker_link import RpcClient
+from medialane.gateway.workers import RpcClient
 from medialane.testing.simulated import SimulatedConfig, serve_simulated
-from medialane.testing.simulated.serve import addresses_of
+from medialane.testing.simulated.engine import addresses_of
 from medialane.types.errors import NoWorkerReady, StartupFailed
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Hello, RpcConfig

@@ -3,8 +3,15 @@
 from medialane.gateway.admission.concurrency import Admission
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.flow import Flow, Refusal
-from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
-from medialane.gateway.admission.queues import Arrival, MustWait, Preparation, Queues
+from medialane.gateway.admission.queues import (
+    AdmissionQueue,
+    Arrival,
+    MustWait,
+    Preparation,
+    QueueLimits,
+    Queues,
+    Ticket,
+)
 from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.gateway.admission.tenants import Tenant, Tenants
 

@@ -28,9 +28,8 @@ from medialane.gateway.http.metrics import (
     merge,
     no_others,
 )
-from medialane.gateway.http.protocol import MAX_DISCARDED_BYTES, MAX_HEADERS, MAX_TARGET_BYTES, http_bounds
 from medialane.gateway.http.responses import ErrorSender, IdentifiedSend, error_form, send_error, usable_id
-from medialane.gateway.http.server import BoundedServer
+from medialane.gateway.http.server import MAX_DISCARDED_BYTES, MAX_HEADERS, MAX_TARGET_BYTES, BoundedServer, http_bounds
 from medialane.gateway.http.sessions import SESSION_S, Sessions, is_from_this_machine
 
 __all__ = [

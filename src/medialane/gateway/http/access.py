@@ -49,7 +49,7 @@ from medialane.gateway.http.sessions import (
     is_same_site,
 )
 from medialane.gateway.intake import WITHOUT_BODY, replay
-from medialane.gateway.scope import current_scope
+from medialane.gateway.request.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.runtime.private_files import read_private
 from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
@@ -57,7 +57,7 @@ from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDeni
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from medialane.gateway.admission.keys_file import TenantLimits
+    from medialane.gateway.admission.tenants import TenantLimits
 
 #: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
 RouteOf = Callable[["Scope"], str | None]

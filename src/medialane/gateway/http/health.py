@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.pool import WorkerPool
 
 
 class Health(msgspec.Struct, frozen=True):

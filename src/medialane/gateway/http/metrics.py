@@ -30,7 +30,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from medialane.gateway.http.asgi import send_response
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from medialane.gateway.http.asgi import JSON, content_type_of, header, send_response, with_length
-from medialane.gateway.scope import RequestScope
+from medialane.gateway.request.scope import RequestScope
 from medialane.observability.logging import request_id, trace_of
 from medialane.types.errors import MedialaneError, from_report
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from medialane.gateway.config import GatewayConfig
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from medialane.types.media_lease import TenantShares
 from medialane.types.retry_after import Places

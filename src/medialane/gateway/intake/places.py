@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import astuple
 
+from medialane.gateway.intake.references import REFERENCE_SCHEME
 from medialane.gateway.intake.skeleton import (
     ABSENT,
     NOT_TEXT,
@@ -30,7 +31,6 @@ from medialane.gateway.intake.skeleton import (
     decode_members,
     first_byte,
 )
-from medialane.gateway.references import REFERENCE_SCHEME
 from medialane.media import MediaConfig, decode_base64
 from medialane.media.data_url import (
     MAX_URL_BYTES,

@@ -11,9 +11,9 @@ from itertools import chain
 
 import msgspec
 
+from medialane.gateway.intake.references import FEATURE_SCHEME, REFERENCE_SCHEME, References
 from medialane.gateway.intake.search import RequestBody
 from medialane.gateway.intake.skeleton import ABSENT, NULL, QUOTE, UNREADABLE, Edit, Skeleton, first_byte
-from medialane.gateway.references import FEATURE_SCHEME, REFERENCE_SCHEME, References
 from medialane.media import MediaConfig, decode_base64
 from medialane.types.errors import InvalidRequest, MedialaneError, TooManyMediaItems, UnknownMedia
 from medialane.types.media import MODALITIES, MediaRef, Modality

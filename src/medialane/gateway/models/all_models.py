@@ -19,7 +19,7 @@ from medialane.gateway.http.access import REQUESTS_PATH, STATE_PATH, STREAM_PATH
 from medialane.gateway.http.asgi import NO_STORE, StateStreams, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
-from medialane.gateway.middleware import Scope, Send
+from medialane.gateway.http.middleware import Scope, Send
 from medialane.gateway.models.served_models import GatewayRequest, Headers, Model, ServedModels
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable

@@ -47,7 +47,7 @@ from medialane.gateway.http.metrics import AskOthers, no_others
 from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, newest_decisions, own_part
 from medialane.gateway.operators.state import ServerState, store_view, whole_state
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
 from medialane.types.errors import InvalidKey, InvalidRequest, NotFound

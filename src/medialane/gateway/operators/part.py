@@ -24,7 +24,7 @@ from medialane.gateway.records import (
     request_view,
     routing_report,
 )
-from medialane.gateway.worker_pool import WorkerPool
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.types.request import WorkerState
 
 #: Over so many seconds are the sums of a part.

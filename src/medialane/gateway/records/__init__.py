@@ -5,7 +5,6 @@ the line of the log (`view`), the report in a response (`report`), spans (`trace
 (`recording`).
 """
 
-from medialane.gateway.records.item_record import EmbeddingOutcome, ItemRecord, embedding_outcome
 from medialane.gateway.records.recent import (
     RateStep,
     RecentRequests,
@@ -15,7 +14,7 @@ from medialane.gateway.records.recent import (
     Waits,
     series,
 )
-from medialane.gateway.records.record import RequestRecord, Sent
+from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord, embedding_outcome
 from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
 from medialane.gateway.records.redaction import MediaStandIn, parse_stand_in, with_media
 from medialane.gateway.records.report import ReportSender, report_schema, request_report, routing_report
@@ -40,7 +39,6 @@ __all__ = [
     "RequestTrace",
     "RequestTracing",
     "RequestView",
-    "Sent",
     "Series",
     "Waits",
     "embedding_outcome",

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from medialane.gateway.records.item_record import MediaReport
-from medialane.gateway.records.record import RequestRecord
+from medialane.gateway.records.record import MediaReport, RequestRecord
 from medialane.types.feature import MoverName
 from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.stage import StageName
@@ -79,11 +78,17 @@ def request_report(record: RequestRecord) -> bytes:
         stage=None if path is None else path.stage.name,
         transport=None if path is None else path.transport.name,
         movers=() if path is None or sent is None else sent.movers,
-        routing=None if sent is None else routing_report(sent.decision, record.engine_cached_tokens),
+        routing=routing_of(record),
         times_ms={name: round(seconds * 1000, 2) for name, seconds in record.timeline.seconds.items()},
         copied_bytes=record.timeline.copied_bytes,
     )
     return msgspec.json.encode(report)
+
+
+def routing_of(record: RequestRecord) -> RoutingReport | None:
+    """Return where the last prompt of a request was sent; None if none was."""
+    decision = None if record.sent is None else record.sent.decision
+    return None if decision is None else routing_report(decision, record.engine_cached_tokens)
 
 
 def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> RoutingReport:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from medialane.gateway.records.item_record import HASH_DIGITS, ItemRecord
-from medialane.gateway.records.record import RequestRecord
+from medialane.gateway.records.record import HASH_DIGITS, ItemRecord, RequestRecord
 from medialane.observability.timeline import Step
 from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
 from medialane.routing import RoutedRequest
@@ -31,7 +30,7 @@ from medialane.types.errors import MedialaneError
 from medialane.types.request import EngineRequest, OutputDelta
 
 if TYPE_CHECKING:
-    from medialane.gateway.transports import TransferPath
+    from medialane.gateway.request.transfer_paths import TransferPath
 
 #: The operation of GenAI's semantic conventions, by path. Others are named by method and path, and by the
 #: method alone if the path is not in this table: a client chooses the path.

@@ -11,16 +11,18 @@ import time
 
 import msgspec
 
-from medialane.gateway.records.item_record import (
+from medialane.gateway.records.record import (
     HASH_DIGITS,
+    Attempt,
     EmbeddingOutcome,
     ItemOutcome,
     ItemRecord,
+    RequestError,
+    RequestRecord,
     Source,
     is_prepared,
 )
-from medialane.gateway.records.record import Attempt, RequestError, RequestRecord
-from medialane.gateway.records.report import RoutingReport, routing_report
+from medialane.gateway.records.report import RoutingReport, routing_of
 from medialane.observability.logging import ACCESS_LOGGER
 from medialane.observability.timeline import LiveStage, StageTimeline
 
@@ -96,7 +98,6 @@ class RequestView(msgspec.Struct, frozen=True):
 
 def request_view(record: RequestRecord, gateway: str = "0", *, is_full: bool = False) -> RequestView:
     """Return what operators see of a request; if it `is_full`, with the routing decision."""
-    sent = record.sent
     return RequestView(
         id=record.id,
         gateway=gateway,
@@ -118,7 +119,7 @@ def request_view(record: RequestRecord, gateway: str = "0", *, is_full: bool = F
         generated_tokens=record.generated_tokens,
         status=record.status,
         error=record.error,
-        decision=routing_report(sent.decision, record.engine_cached_tokens) if is_full and sent is not None else None,
+        decision=routing_of(record) if is_full else None,
     )
 
 

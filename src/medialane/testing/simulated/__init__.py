@@ -4,8 +4,7 @@
 """
 
 from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine
+from medialane.testing.simulated.engine import SimulatedEngine, serve_simulated
 from medialane.testing.simulated.sequence import SimulatedParams
-from medialane.testing.simulated.serve import serve_simulated
 
 __all__ = ["SimulatedConfig", "SimulatedEngine", "SimulatedParams", "serve_simulated"]

@@ -1,4 +1,5 @@
-"""A simulated engine (implements `worker.Engine`): caches and queues of a real one, computation replaced by delays.
+"""A simulated engine (implements `worker.Engine`): caches and queues of a real one, computation replaced by delays; and
+the workers that have one, any number of them in one process and on one event loop (`serve_simulated`).
 
 Each step is planned by `Scheduler`, lasts as long as the settings define for its work, and reports its KV events when
 it is complete, like vLLM. Steps have a schedule of their own: one that ends late on a busy machine does not delay the
@@ -9,19 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
-from medialane.testing.simulated.block_pool import BlockPool
+from medialane.runtime.resources import MemoryUse
+from medialane.runtime.stop import DRAIN_TIMEOUT_S, stopped_by_signals
 from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.encoder import EncoderCache
-from medialane.testing.simulated.scheduler import Scheduler, Step
-from medialane.testing.simulated.sequence import SimulatedParams, SimulatedSequence, sequence_of, token_texts
+from medialane.testing.simulated.scheduler import EncoderCache, Scheduler, SimulatedStep
+from medialane.testing.simulated.sequence import BlockPool, SimulatedParams, SimulatedSequence, sequence_of, token_texts
 from medialane.types.admin import AdminCall, AdminResult
-from medialane.types.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerBusy, WorkerLost
+from medialane.types.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    PromptRejected,
+    StartupFailed,
+    WorkerBusy,
+    WorkerLost,
+)
 from medialane.types.feature import EmbeddingUse
 from medialane.types.kv_events import KvEventBatch
 from medialane.types.request import (
@@ -34,6 +43,13 @@ from medialane.types.request import (
     OutputDelta,
     WorkerLoad,
 )
+from medialane.wire.address import TcpAddress, consecutive_ports, parse_address
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello, Welcome
+from medialane.worker.config import WorkerConfig
+from medialane.worker.host_arena import HostArena
+from medialane.worker.serve import default_name, serve_until
+from medialane.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +72,7 @@ def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
     )
 
 
-def step_s(config: SimulatedConfig, step: Step) -> float:
+def step_s(config: SimulatedConfig, step: SimulatedStep) -> float:
     """Return the duration of a step, in simulated seconds."""
     ms = (
         config.step_ms
@@ -262,7 +278,7 @@ class SimulatedEngine:
             await asyncio.sleep(max(0.0, due - self._now()) / self._config.speedup)
             self._complete(step, due)
 
-    def _complete(self, step: Step, now: float) -> None:
+    def _complete(self, step: SimulatedStep, now: float) -> None:
         gained = self._scheduler.complete(step)
         self._publish_blocks()
         for sequence in gained:
@@ -325,3 +341,86 @@ def _params(request: EngineRequest) -> SimulatedParams:
     if params.n < 1:
         raise PromptRejected("n must be positive")
     return params
+
+
+#: Placeholder of the worker's number in an address.
+NUMBER = "{}"
+
+
+class SimulatedWorker(Worker):
+    """A worker that is compatible with any gateway's features, since its engine never reads them."""
+
+    async def register(self, hello: Hello) -> Welcome:
+        """Like `Worker.register`, with the gateway's processor settings in our card."""
+        welcome = await super().register(msgspec.structs.replace(hello, processor={}))
+        card = msgspec.structs.replace(welcome.card, processor=hello.processor)
+        return msgspec.structs.replace(welcome, card=card)
+
+
+async def serve_simulated(
+    config: SimulatedConfig,
+    worker: WorkerConfig,
+    rpc: RpcConfig,
+    *,
+    model: str,
+    listen: str | None,
+    arena_directory: str,
+    host_arena: HostArena | None = None,
+    gateways: Sequence[TcpAddress] = (),
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+) -> int:
+    """Serve `config.num_workers` workers of `model` until SIGTERM or SIGINT (0), or until one fails (EXIT_ENGINE_LOST).
+
+    Raises StartupFailed if it cannot listen at an address.
+    """
+    memory = MemoryUse(lambda: {"worker": [os.getpid()]})
+    addresses = [None] * config.num_workers if listen is None else addresses_of(listen, config.num_workers)
+    with stopped_by_signals() as stop:
+
+        async def serve_one(number: int, address: str | None) -> int:
+            settings = _of_worker(worker, number) if number else worker
+            engine = SimulatedEngine(config, model=model)
+            serving = SimulatedWorker(
+                engine,
+                settings,
+                arena_directory=arena_directory,
+                host_arena=host_arena,
+                memory=dict if number else memory.read,  # one process: counted once
+            )
+            try:
+                return await serve_until(
+                    stop,
+                    serving,
+                    engine,
+                    address,
+                    config=settings,
+                    rpc=rpc,
+                    gateways=gateways,
+                    drain_timeout_s=drain_timeout_s,
+                )
+            finally:
+                stop.asked.set()  # one end stops all: the process exits and can be restarted
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                serving = [tasks.create_task(serve_one(i, address)) for i, address in enumerate(addresses)]
+        except* StartupFailed as group:
+            raise group.exceptions[0] from None
+    return max(task.result() for task in serving)
+
+
+def _of_worker(config: WorkerConfig, number: int) -> WorkerConfig:
+    """Return the settings of a further worker of this process: a name and a port of its own."""
+    name = f"{config.name or default_name(config)}/{number}"
+    port = config.metrics_port + number if config.metrics_port else 0
+    return msgspec.structs.replace(config, name=name, metrics_port=port)
+
+
+def addresses_of(listen: str, num_workers: int) -> list[str]:
+    """Return the address of each worker: `{}` is replaced by its number, or ports count up. Raises StartupFailed."""
+    target = parse_address(listen.replace(NUMBER, "0"), "--listen")
+    if num_workers == 1 or NUMBER in listen:
+        return [listen.replace(NUMBER, str(number)) for number in range(num_workers)]
+    if isinstance(target, TcpAddress):
+        return consecutive_ports(listen, num_workers, "--listen")
+    raise StartupFailed("several workers need different addresses: use {} for the worker's number in --listen")

@@ -1,4 +1,4 @@
-"""Schedules the tokens of a simulated engine's steps.
+"""Schedules the tokens of a simulated engine's steps, and keeps its encoder cache.
 
 Like vLLM 0.32's (v1/core/sched/scheduler.py), for one rank and one KV cache group, FIFO. Running requests come first. A
 prompt is computed in chunks within the step's token budget. If no block is free, the last running request is preempted
@@ -11,17 +11,15 @@ requests of the same step, like vLLM; `complete` appends the tokens, after the s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from medialane.testing.simulated.block_pool import Block, BlockPool
-from medialane.testing.simulated.encoder import EncoderCache
-from medialane.testing.simulated.sequence import SimulatedSequence
+from medialane.testing.simulated.sequence import Block, BlockPool, SimulatedSequence
 from medialane.types.kv_events import KvEvent
 
 
 @dataclass(slots=True)
-class Step:
+class SimulatedStep:
     """The work of one step: number of tokens by sequence, and totals that determine its duration. `num_prefill_pairs`
     is the sum over prompt tokens of the number of tokens that they attend to; `num_embeds` are computed by the encoder,
     `num_loaded_embeds` are copied from the arena."""
@@ -32,6 +30,61 @@ class Step:
     num_decode_tokens: int = 0
     num_embeds: int = 0
     num_loaded_embeds: int = 0
+
+
+class EncoderCache:
+    """The encoder cache of an engine, like vLLM 0.32's (v1/core/encoder_cache_manager.py).
+
+    An item stays while requests refer to it, and then until its space is needed; the item unreferenced for the longest
+    time is evicted first. Sizes are numbers of embeddings.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._num_free = size
+        self._num_freeable = size  # free or unreferenced
+        self._users: dict[str, set[str]] = {}
+        self._sizes: dict[str, int] = {}
+        self._unused: OrderedDict[str, int] = OrderedDict()
+
+    def __contains__(self, mm_hash: str) -> bool:
+        return mm_hash in self._users
+
+    def use(self, mm_hash: str, request_id: str) -> bool:
+        """Add a reference to a cached item; return False if it is not cached."""
+        users = self._users.get(mm_hash)
+        if users is None:
+            return False
+        if not users:
+            self._num_freeable -= self._unused.pop(mm_hash)
+        users.add(request_id)
+        return True
+
+    def make_room(self, num_embeds: int) -> bool:
+        """Evict unused items until there is space. Return False, with no effect, if there cannot be enough."""
+        if num_embeds > self._num_freeable:
+            return False
+        while num_embeds > self._num_free:
+            mm_hash, size = self._unused.popitem(last=False)
+            del self._users[mm_hash], self._sizes[mm_hash]
+            self._num_free += size
+        return True
+
+    def add(self, mm_hash: str, num_embeds: int, request_id: str) -> None:
+        """Add a new item after `make_room`."""
+        self._users[mm_hash] = {request_id}
+        self._sizes[mm_hash] = num_embeds
+        self._num_free -= num_embeds
+        self._num_freeable -= num_embeds
+
+    def release(self, mm_hash: str, request_id: str) -> None:
+        """Remove the request's reference to the item, if it has one."""
+        users = self._users.get(mm_hash)
+        if not users or request_id not in users:
+            return
+        users.discard(request_id)
+        if not users:
+            self._unused[mm_hash] = self._sizes[mm_hash]
+            self._num_freeable += self._sizes[mm_hash]
 
 
 class Scheduler:
@@ -69,16 +122,16 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
 
-    def step(self) -> Step:
+    def step(self) -> SimulatedStep:
         """Plan the next step; it has no tokens if there is no work."""
-        step = Step()
+        step = SimulatedStep()
         self._token_budget = self._max_num_batched_tokens
         self._encoder_budget = self._max_encoder_tokens
         if self._schedule_running(step):
             self._schedule_waiting(step)
         return step
 
-    def complete(self, step: Step) -> list[SimulatedSequence]:
+    def complete(self, step: SimulatedStep) -> list[SimulatedSequence]:
         """Apply the results of a step; return the sequences that gained an output token."""
         gained = []
         for sequence, num_tokens in step.tokens.items():
@@ -99,7 +152,7 @@ class Scheduler:
     def take_events(self) -> list[KvEvent]:
         return self.pool.take_events()
 
-    def _schedule_running(self, step: Step) -> bool:
+    def _schedule_running(self, step: SimulatedStep) -> bool:
         """Return False if a sequence was preempted: no waiting one is started then."""
         index, preempted = 0, False
         while index < len(self.running) and self._token_budget > 0:
@@ -129,7 +182,7 @@ class Scheduler:
         position = sequence.num_computed % self._block_size
         return 0 < position < self._block_size - 1 and sequence.num_computed >= sequence.items_end
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: SimulatedStep) -> None:
         while self.waiting and self._token_budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             cached = self.pool.find(sequence.cacheable_ids())
@@ -179,7 +232,7 @@ class Scheduler:
                 planned[item.mm_hash] = index
         return [*planned.values(), *repeated], num_tokens
 
-    def _add_work(self, step: Step, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
+    def _add_work(self, step: SimulatedStep, sequence: SimulatedSequence, num_tokens: int, inputs: list[int]) -> None:
         """Add the tokens and planned items to the step, and allocate encoder cache space for the items."""
         step.tokens[sequence] = num_tokens
         self._token_budget -= num_tokens

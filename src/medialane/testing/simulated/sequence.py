@@ -1,13 +1,21 @@
-"""One request in a simulated engine: its tokens, items, blocks and progress.
+"""One request in a simulated engine: its tokens, items, blocks and progress; and the KV cache that its blocks are of:
+reference counts, prefix lookup and eviction order.
 
 The tokens of an output are a pure function of the seed, the prompt's media and all preceding tokens. So the right
 output of any prompt is known, and an output that goes on at another worker is comparable with one that does not: after
 a token too few or too many, all others differ.
+
+The KV cache is like vLLM 0.32's (v1/core/block_pool.py): a free block keeps its content until it is reallocated. Free
+blocks without content are allocated first, then the least recently freed, for one request its last block first. Equal
+blocks computed at the same time are both kept, and reported as stored and removed twice. One block, the null block, is
+never used. Blocks without content are only counted, so that the pools of a thousand workers need memory only for cached
+blocks.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +23,129 @@ from zlib import crc32
 
 import msgspec
 
-from medialane.testing.simulated.block_pool import Block, BlockPool
 from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.errors import InvalidFeature
 from medialane.types.feature import EmbeddingUse, MediaSpan, PlaceholderRange
-from medialane.types.kv_events import BlockStored
+from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from medialane.types.request import EngineRequest
+
+
+class Block:
+    """One block in use, or free with content. `block_id` is our id of its content."""
+
+    __slots__ = ("block_id", "num_users")
+
+    def __init__(self) -> None:
+        self.block_id: int | None = None
+        self.num_users = 0
+
+
+class BlockPool:
+    """`num_blocks` blocks, including the null block. Engine hashes are block ids XOR `mask`, to detect mix-ups."""
+
+    def __init__(self, num_blocks: int, *, mask: int = 0) -> None:
+        self._num_blocks = num_blocks
+        self._mask = mask
+        self._num_empty = num_blocks - 1
+        self._free: OrderedDict[Block, None] = OrderedDict()  # with content, in eviction order
+        self._held: dict[int, Block | list[Block]] = {}
+        self._events: list[KvEvent] = []
+
+    @property
+    def num_free(self) -> int:
+        return self._num_empty + len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks in use by requests."""
+        usable = self._num_blocks - 1
+        return 1 - self.num_free / usable if usable else 0.0
+
+    def find(self, ids: Iterable[int]) -> list[Block]:
+        """Return the blocks of the longest cached prefix of `ids`."""
+        prefix = []
+        for block_id in ids:
+            held = self._held.get(block_id)
+            if held is None:
+                break
+            prefix.append(held if isinstance(held, Block) else held[0])
+        return prefix
+
+    def use(self, blocks: Iterable[Block]) -> None:
+        """Add a reference to each of these blocks."""
+        for block in blocks:
+            if block.num_users == 0:
+                del self._free[block]
+            block.num_users += 1
+
+    def take(self, num_blocks: int) -> list[Block]:
+        """Allocate blocks without content for one request; `num_blocks` must not exceed `num_free`."""
+        empty = min(num_blocks, self._num_empty)
+        self._num_empty -= empty
+        allocated = [Block() for _ in range(empty)]
+        for _ in range(num_blocks - empty):
+            block, _none = self._free.popitem(last=False)
+            self._drop(block)
+            allocated.append(block)
+        for block in allocated:
+            block.num_users = 1
+        return allocated
+
+    def store(self, blocks: Sequence[Block], ids: Sequence[int], event: BlockStored) -> None:
+        """Cache these full blocks in use under `ids`, and emit `event`."""
+        for block, block_id in zip(blocks, ids, strict=True):
+            block.block_id = block_id
+            held = self._held.get(block_id)
+            if held is None:
+                self._held[block_id] = block
+            elif isinstance(held, Block):
+                self._held[block_id] = [held, block]
+            else:
+                held.append(block)
+        self._events.append(event)
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Remove a reference from each of these blocks, given in eviction order."""
+        for block in blocks:
+            block.num_users -= 1
+            if block.num_users == 0:
+                if block.block_id is None:
+                    self._num_empty += 1
+                else:
+                    self._free[block] = None
+
+    def clear(self) -> bool:
+        """Drop all content. Return False, with no effect, while a request uses a block."""
+        if self.num_free != self._num_blocks - 1:
+            return False
+        self._num_empty += len(self._free)
+        self._free.clear()
+        self._held.clear()
+        self._events.append(AllBlocksCleared())
+        return True
+
+    def engine_hash(self, block_id: int) -> int:
+        return block_id ^ self._mask
+
+    def take_events(self) -> list[KvEvent]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _drop(self, block: Block) -> None:
+        block_id = block.block_id
+        if block_id is None:
+            raise AssertionError("a free block in the queue has content")
+        held = self._held[block_id]
+        if isinstance(held, Block):
+            del self._held[block_id]
+        else:
+            held.remove(block)
+            if len(held) == 1:
+                self._held[block_id] = held[0]
+        block.block_id = None
+        self._events.append(BlockRemoved([self.engine_hash(block_id)], medium="GPU", group_idx=0))
+
 
 #: Output tokens: ordinary ones of any vocabulary, and plain ASCII in the tiny model's.
 FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS = 264, 240
@@ -70,7 +195,7 @@ def token_texts(model: str) -> Mapping[int, str]:
     return {token: texts[token] for token in tokens if texts.get(token, "").isascii() and texts.get(token)}
 
 
-class Item(NamedTuple):
+class SimulatedItem(NamedTuple):
     """A media item of a prompt and its placeholder. If it `is_embedded`, its embeddings are loaded, not computed."""
 
     mm_hash: str
@@ -122,7 +247,7 @@ def sequence_of(
             raise InvalidFeature("a placeholder ends beyond the prompt")
         embedding = embeddings[number] if embeddings else None
         is_embedded = embedding is not None and embedding.is_filled
-        items.append(Item(media.mm_hash, media.placeholder, media.modality, is_embedded))
+        items.append(SimulatedItem(media.mm_hash, media.placeholder, media.modality, is_embedded))
     return SimulatedSequence(
         request.request_id,
         [*token_ids, *request.generated],
@@ -155,7 +280,7 @@ class SimulatedSequence:
         min_tokens: int = 0,
         stop_token_ids: Collection[int] = (),
         seed: int | None = None,
-        items: Sequence[Item] = (),
+        items: Sequence[SimulatedItem] = (),
         lora: str | None = None,
         cache_salt: str | None = None,
     ) -> None:

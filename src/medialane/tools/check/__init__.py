@@ -8,13 +8,13 @@ from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Uplo
 from medialane.tools.check.client import CheckClient
 from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.media import items_named
-from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CaseResult, CheckReport, compare, decode, encode
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import (
+    CheckProgress,
+    CheckSetup,
     Launch,
     ServerProcess,
-    Setup,
     Start,
     free_port,
     log_tail,
@@ -32,11 +32,11 @@ __all__ = [
     "CheckClient",
     "CheckProgress",
     "CheckReport",
+    "CheckSetup",
     "EndpointKind",
     "Launch",
     "Request",
     "ServerProcess",
-    "Setup",
     "Start",
     "TensorReport",
     "Upload",

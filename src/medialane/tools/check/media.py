@@ -1,11 +1,14 @@
-"""Media of the check: parts of messages, and the items whose tensors are compared. They are generated: nothing is read
-from the network."""
+"""Media of the check: parts of messages, the items whose tensors are compared, and how many of which plain vLLM accepts
+in a prompt. They are generated: nothing is read from the network.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_pixels, sample_video
-from medialane.tools.check.case import Part
+from medialane.tools.check.case import Answer, EndpointKind, Limits, Part, Request
 from medialane.types.media import Modality
 
 
@@ -159,3 +162,38 @@ def items_named(words: Collection[str]) -> Iterator[tuple[Modality, str, Callabl
         for name, make in items.items():
             if not words or any(word in name for word in words):
                 yield modality, name, make
+
+
+#: More than vLLM's default limit for models that have none of their own, 999 (`MultiModalConfig.limit_per_prompt`).
+_MANY = 1000
+#: Above this, a request with one item more than the limit would be large for nothing.
+MAX_REFUSED_ITEMS = 64
+#: `MultiModalProcessingInfo.validate_num_items` of vLLM.
+_LIMIT = re.compile(r"At most (\d+) (\w+)\(s\) may be provided")
+
+#: The item that a model of each modality is tried with, and the smallest one.
+_TRIALS: Mapping[str, tuple[Callable[[], Part], Callable[[], Part]]] = {
+    "image": (lambda: image(90, 320, 240), lambda: image(91, 28, 28)),
+    "video": (lambda: video(90, 16), lambda: video(91, 2, 32, 32)),
+    "audio": (lambda: audio(200, 1), lambda: audio(210, 0.02)),
+}
+MODALITIES = tuple(_TRIALS)
+
+
+async def learn_limits(post: Callable[[Request], Awaitable[Answer]], kind: EndpointKind) -> tuple[Limits, list[str]]:
+    """Return the limits, and why modalities are missing."""
+    limits, missing = dict[str, int](), list[str]()
+    if kind.ask is None:
+        return limits, missing
+    for modality, (usual, least_of) in _TRIALS.items():
+        item, least = await asyncio.to_thread(usual), await asyncio.to_thread(least_of)
+        answer = await post(kind.ask([item, text("What is it?")]))
+        if not answer.succeeded:  # some models take text or media, not both
+            answer = await post(kind.ask([item]))
+        if not answer.succeeded:
+            missing.append(f"no {modality}: plain vLLM answers {answer.status}: {answer.error}")
+            continue
+        answer = await post(kind.ask([*[least] * _MANY, text("What are they?")]))
+        limit = _LIMIT.search(answer.error)
+        limits[modality] = int(limit[1]) if limit else _MANY
+    return limits, missing

@@ -11,10 +11,17 @@ from medialane import __version__
 from medialane.cluster.placement import installed_version
 from medialane.tools.check.case import Answer, Case, EndpointKind, Limits
 from medialane.tools.check.kinds import KINDS
-from medialane.tools.check.limits import learn_limits
-from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.media import learn_limits
 from medialane.tools.check.results import CaseResult, CheckReport, judge, logged_notes, weak_notes
-from medialane.tools.check.servers import OUR_LOG, RevivedServer, Setup, both_servers, medialane_server, plain_server
+from medialane.tools.check.servers import (
+    OUR_LOG,
+    CheckProgress,
+    CheckSetup,
+    RevivedServer,
+    both_servers,
+    medialane_server,
+    plain_server,
+)
 from medialane.types.errors import StartupFailed
 
 _Side = Literal["plain", "ours"]
@@ -47,7 +54,7 @@ class _Served(NamedTuple):
     predicted: tuple[str, ...]
 
 
-async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
+async def run_check(setup: CheckSetup, progress: CheckProgress) -> CheckReport:
     """Check a model. Raises StartupFailed if a server does not start, or if no case is left to send."""
     started = time.monotonic()
     served = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
@@ -68,7 +75,7 @@ async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
     )
 
 
-async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _Served:
+async def _one_after_the_other(setup: CheckSetup, progress: CheckProgress) -> _Served:
     async with plain_server(setup, progress) as plain:
         learned = await _learn(plain, setup, progress)
         theirs = await _ask_all(learned, {"plain": plain}, setup, progress)
@@ -78,14 +85,14 @@ async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _Served
         return await _served(learned, answers, server, setup)
 
 
-async def _at_once(setup: Setup, progress: CheckProgress) -> _Served:
+async def _at_once(setup: CheckSetup, progress: CheckProgress) -> _Served:
     async with both_servers(setup, progress) as (plain, server):
         learned = await _learn(plain, setup, progress)
         answers = await _ask_all(learned, {"plain": plain, "ours": server}, setup, progress)
         return await _served(learned, answers, server, setup)
 
 
-async def _served(learned: _Learned, answers: _AllAnswers, server: RevivedServer, setup: Setup) -> _Served:
+async def _served(learned: _Learned, answers: _AllAnswers, server: RevivedServer, setup: CheckSetup) -> _Served:
     """`server` is medialane's, still running."""
     log = (setup.logs / OUR_LOG).read_text(errors="replace")
     key = setup.metrics_key
@@ -94,7 +101,7 @@ async def _served(learned: _Learned, answers: _AllAnswers, server: RevivedServer
     )
 
 
-async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) -> _Learned:
+async def _learn(plain: RevivedServer, setup: CheckSetup, progress: CheckProgress) -> _Learned:
     """Find the kinds of endpoints and the limits of the model, and choose its cases."""
     progress.note("learning what the model accepts")
     routes = await plain.client.routes()
@@ -113,13 +120,13 @@ async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) ->
     return _Learned(kinds, tuple(cases), limits, tuple(missing))
 
 
-def _is_wanted(case: Case, setup: Setup) -> bool:
+def _is_wanted(case: Case, setup: CheckSetup) -> bool:
     is_chosen = not setup.only or any(word in case.name for word in setup.only)
     return is_chosen and (case.is_essential or not setup.essential)
 
 
 async def _ask_all(
-    learned: _Learned, servers: Mapping[_Side, RevivedServer], setup: Setup, progress: CheckProgress
+    learned: _Learned, servers: Mapping[_Side, RevivedServer], setup: CheckSetup, progress: CheckProgress
 ) -> _AllAnswers:
     """Send every case to all `servers` at the same time. Raises StartupFailed if one does not start again."""
     answers: _AllAnswers = {}

@@ -1,5 +1,5 @@
 """The servers of the check, plain vLLM and medialane: processes in groups of their own, alone or side by side, each
-started again after a request has ended it, so that the next case has an answer.
+started again after a request has ended it, so that the next case has an answer. `CheckProgress` shows what they do.
 
 A server leads its own process group, so that all of its processes are killed with it. If this process is killed, the
 kernel stops the server, and an orphan reaper what is left of its group. The server is polled, not watched by a loop's
@@ -15,11 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
 
 from medialane.cluster import HttpAnswers
 from medialane.cluster.child_process import spawn_leader
@@ -30,7 +34,6 @@ from medialane.runtime.private_files import private
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.tools.check.case import Answer, Request
 from medialane.tools.check.client import CheckClient
-from medialane.tools.check.progress import CheckProgress
 from medialane.types.errors import StartupFailed
 
 #: Plain vLLM's API server, as arguments of Python.
@@ -44,6 +47,59 @@ _reservations = ExitStack()
 _POLL_S = 0.1
 _LOG_LINES = 30
 _LINE_CHARS = 400
+
+
+#: Without a terminal: interval at which long work is reported again.
+REMIND_S = 15.0
+TICK_S = 1.0
+
+
+class CheckProgress:
+    """Writes to `console`; `close` removes the live line."""
+
+    def __init__(self, console: Console, *, tick_s: float = TICK_S, remind_s: float = REMIND_S) -> None:
+        self._tick_s, self._remind_s = tick_s, remind_s
+        self._console = console
+        self._status = console.status("starting") if console.is_terminal else None
+        self._reported = time.monotonic()
+        if self._status is not None:
+            self._status.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    def case(self, number: int, total: int, name: str) -> None:
+        self._show(f"{number}/{total} {name}")
+
+    @asynccontextmanager
+    async def starting(self, name: str, phases: PhaseFile | None = None) -> AsyncIterator[None]:
+        """Show that a server starts, and its phase if it reports any, until the end of the block."""
+        started = time.monotonic()
+        self.note(f"{name}: starting")
+        ticking = asyncio.create_task(self._tick(name, phases, started), name=f"progress of {name}")
+        try:
+            yield
+        finally:
+            ticking.cancel()
+        self.note(f"{name}: ready after {time.monotonic() - started:.0f} s")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._status is not None:
+            self._status.stop()
+
+    async def _tick(self, name: str, phases: PhaseFile | None, started: float) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            phase = phases.read() if phases is not None else None
+            self._show(f"{name}: {phase or 'starting'}, {time.monotonic() - started:.0f} s")
+
+    def _show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(escape(text))
+        elif time.monotonic() - self._reported >= self._remind_s:
+            self._reported = time.monotonic()
+            self.note(text)
 
 
 @dataclass(frozen=True)
@@ -294,7 +350,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup(Launch):
+class CheckSetup(Launch):
     """What is checked, and how. `only` selects cases whose name contains one of its words, `essential` the small
     matrix. `at_once`: both servers run at the same time."""
 
@@ -313,7 +369,7 @@ class Setup(Launch):
 Start = Callable[[Launch, CheckProgress, int], AbstractAsyncContextManager[ServerProcess]]
 
 
-def plain_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+def plain_server(setup: CheckSetup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
     """Run plain vLLM, again if a request ends its engine. Raises StartupFailed with the end of its log.
 
     Requests at which it fails are sent again: of several choices (n=2), it may answer 500 if its processes disagree on
@@ -346,7 +402,7 @@ async def plain_process(launch: Launch, progress: CheckProgress, number: int = 1
         yield process
 
 
-def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+def medialane_server(setup: CheckSetup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
     """Run `medialane serve`, again if a request ends its worker. Raises StartupFailed with the end of its log."""
     start = partial(_connected, medialane_process, setup, progress, wants_report=True)
     return RevivedServer.opened("medialane", start, progress)
@@ -375,7 +431,9 @@ async def medialane_process(launch: Launch, progress: CheckProgress, number: int
 
 
 @asynccontextmanager
-async def both_servers(setup: Setup, progress: CheckProgress) -> AsyncIterator[tuple[RevivedServer, RevivedServer]]:
+async def both_servers(
+    setup: CheckSetup, progress: CheckProgress
+) -> AsyncIterator[tuple[RevivedServer, RevivedServer]]:
     """Run both: plain vLLM, then medialane. They start and stop side by side."""
     plain, ours = AsyncExitStack(), AsyncExitStack()
     try:
@@ -396,7 +454,7 @@ def _log_name(first: str, number: int) -> str:
 
 @asynccontextmanager
 async def _connected(
-    start: Start, setup: Setup, progress: CheckProgress, number: int, *, wants_report: bool
+    start: Start, setup: CheckSetup, progress: CheckProgress, number: int, *, wants_report: bool
 ) -> AsyncIterator[CheckClient]:
     async with start(setup, progress, number) as process:
         url = process.base_url.removesuffix("/v1")

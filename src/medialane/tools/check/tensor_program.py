@@ -28,15 +28,14 @@ from medialane.types.media import Decoded, Modality
 from medialane.types.stage import RAW_STAGE
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.options import final_io, model_io
-from medialane.vllm_bridge.items.processor_factory import RequestProcessor, one_thread
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.reference_tensors import HuggingFace, PlainVllm, Values, compare_fields
-from medialane.vllm_bridge.items.trial_items import attempt
-from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities, new_processor
+from medialane.vllm_bridge.items.preparation import VllmFrameSampler
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.learned.processor_factory import RequestProcessor, one_thread
+from medialane.vllm_bridge.learned.reference_tensors import HuggingFace, PlainVllm, Values, compare_fields
+from medialane.vllm_bridge.learned.trial_items import attempt
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, device_normalisation, new_processor
 from medialane.vllm_bridge.seams.probe import probe, summary
 
 _MEDIA = MediaConfig()
@@ -52,7 +51,7 @@ class _Comparison:
             raise StartupFailed("the model takes no media: there are no tensors to compare")
         self.normalisation = device_normalisation(self.config)
         with one_thread():  # as in a preparer
-            self._profile = ProcessorProfile(new_processor(self.config))
+            self._profile = ModelProfile(new_processor(self.config))
             self._processor = RequestProcessor(self._profile)
         self._sampler = VllmFrameSampler(self.config)
         self._plain = PlainVllm(self.config, new_processor(self.config))

@@ -12,8 +12,7 @@ import msgspec
 
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.private_files import write_private
-from medialane.tools.check.progress import CheckProgress
-from medialane.tools.check.servers import Setup, log_tail, logged_process, wait_ended
+from medialane.tools.check.servers import CheckProgress, CheckSetup, log_tail, logged_process, wait_ended
 from medialane.types.errors import StartupFailed
 from medialane.types.media import Modality
 from medialane.types.tensor import FieldComparison, PixelNormalisation
@@ -78,7 +77,7 @@ TENSOR_LOG = "tensors.log"
 _PROGRAM = "medialane.tools.check.tensor_program"
 
 
-async def compare_tensors(setup: Setup, progress: CheckProgress) -> TensorReport:
+async def compare_tensors(setup: CheckSetup, progress: CheckProgress) -> TensorReport:
     """Compare the tensors of a model's items. Raises StartupFailed with the end of its log if that takes longer than
     `setup.start_s`, or fails. Cancelled, it leaves no process behind."""
     log, report = setup.logs / TENSOR_LOG, setup.logs / "tensors.json"

@@ -2,10 +2,10 @@
 
 Theory of operation. `traffic` reads a recording of a gateway or an OpenAI batch file, as requests that are made when
 their turn comes. `comparison` has two servers run, plain vLLM and `medialane serve` at their defaults, one at a time,
-or any that run already. `replay` sends the requests to one of them at their times, or some at a time; `journal` keeps
+or any that run already. `client` sends the requests to one of them at their times, or some at a time; `journal` keeps
 each reply as it comes, so that an interrupted comparison goes on where it was, and says what it has. From the replies
-alone follow the figures of a side (`summary`) and whether the answers agree (`agreement`); both make a `report`, which
-is written as JSON and shown as a `table`.
+alone follow the figures of a side and whether the answers agree: the `report`, which is written as JSON and shown as a
+table.
 """
 
 from medialane.tools.compare.comparison import Comparison, Pace, sides_of

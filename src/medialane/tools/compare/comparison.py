@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from medialane.runtime.resources import used_cpu_s
-from medialane.tools.check.progress import CheckProgress
-from medialane.tools.check.servers import Launch, Start, medialane_process, plain_process
+from medialane.tools.check.servers import CheckProgress, Launch, Start, medialane_process, plain_process
 from medialane.tools.compare.client import CompareClient
 from medialane.tools.compare.journal import Journal, Turn
 from medialane.tools.compare.reply import Reply

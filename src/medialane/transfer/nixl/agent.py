@@ -1,28 +1,46 @@
-"""Descriptors of readable memory as NVIDIA Dynamo's `nixl_connect` exchanges them (ai-dynamo-runtime 1.6.1), and what
-the mover process needs of NIXL: implemented by `nixl_agent`, and by `medialane.testing.fake_nixl` without NIXL.
+"""What crosses the borders of the mover process: descriptors of readable memory, the messages of its store, and what it
+needs of NIXL (`Agent`: implemented by `nixl_agent`, and by `medialane.testing.fake_nixl` without NIXL).
 
-The owner of the memory sends `RdmaMetadata` as JSON (`create_readable(...).metadata()` there); who receives it reads
-all descriptors in one transfer (`begin_read`), and ends it with the notification, by which the owner knows that it
-may reuse the memory.
+Descriptors are as NVIDIA Dynamo's `nixl_connect` exchanges them (ai-dynamo-runtime 1.6.1). The owner of memory sends
+`RdmaMetadata` as JSON (`create_readable(...).metadata()` there); who receives it reads all descriptors in one transfer
+(`begin_read`), and ends it with the notification, by which the owner knows that it may reuse the memory.
+
+Messages go over an unnamed Unix socket pair (SOCK_SEQPACKET): one packet is one msgpack message.
+
+    store                         mover process
+    Start ----------------------> loads NIXL, maps the arena, registers all of it once
+          <---------------------- Started | ReadRefused (and it exits)
+    AddPeer --------------------> another host's agent; no reply: reads from an unknown one fail
+    Read -----------------------> copies to the arena, in a thread
+          <---------------------- ReadDone | ReadFailed: nothing is written to the destination any more
+    Expect ---------------------> watches for a notification, until it arrives or Forget
+          <---------------------- Notified
+    RemovePeer -----------------> disconnects from an agent that no pending read uses
+
+A read has no deadline here: the store stops waiting, and keeps the destination until the report arrives or the process
+has exited. Closing the channel terminates the process.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Protocol
 
 import msgspec
 import pybase64
 
 from medialane.types.errors import TransferFailed
+from medialane.types.tensor import ArenaRange
 
 #: Of an agent with many network devices; a decompression bomb ends here.
 MAX_AGENT_METADATA_BYTES = 96 * 1024
+
 _MAX_DESCRIPTORS = 1024
 
 _PREFIX = "b64:"
+
 _DEVICE = re.compile(r"cpu|(cuda|xpu):(\d{1,4})")
 
 
@@ -148,3 +166,92 @@ class Agent(Protocol):
     def notifications(self) -> list[bytes]:
         """Return those that have arrived since the last call."""
         ...
+
+
+# Messages between store and mover process
+
+#: Below the kernel's default send buffer (212 992), so that a packet is always sent whole.
+MAX_PACKET_BYTES = MAX_AGENT_METADATA_BYTES + 32 * 1024
+
+
+#: Reads in flight of one process, those that were given up included: each occupies a thread there.
+MAX_READS = 32
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """`agent` is the name of the NIXL agent, unique to this process. `slot` is the store's in the arena: its lock shows
+    the next store that this process may still write."""
+
+    arena: str
+    directory: str
+    slot: int
+    agent: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """`base` is the address of the arena's file in the process."""
+
+    metadata: bytes
+    base: int
+
+
+class ReadRefused(msgspec.Struct, frozen=True, tag=True):
+    """NIXL is missing, or cannot be used on this host."""
+
+    message: str
+
+
+class AddPeer(msgspec.Struct, frozen=True, tag=True):
+    """`peer` is the store's name of the agent that this is the metadata of."""
+
+    peer: str
+    metadata: bytes
+
+
+class RemovePeer(msgspec.Struct, frozen=True, tag=True):
+    peer: str
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Copy `sources` of a peer to `offsets` of the arena's file, and send `notification` to the peer, if not empty.
+
+    If `entry` is given, the header before the first source must be that of this entry.
+    """
+
+    read_id: int
+    peer: str
+    sources: list[Descriptor]
+    offsets: list[int]
+    entry: ArenaRange | None = None
+    notification: str = ""
+
+
+class ReadDone(msgspec.Struct, frozen=True, tag=True):
+    read_id: int
+
+
+class ReadFailed(msgspec.Struct, frozen=True, tag=True):
+    read_id: int
+    message: str
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    notification: str
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    notification: str
+
+
+class Notified(msgspec.Struct, frozen=True, tag=True):
+    notification: str
+
+
+ToMover = Start | AddPeer | RemovePeer | Read | Expect | Forget
+
+FromMover = Started | ReadRefused | ReadDone | ReadFailed | Notified
+
+#: The decoders raise msgspec.DecodeError.
+decode_to_mover: Callable[[bytes], ToMover] = msgspec.msgpack.Decoder(ToMover).decode
+
+decode_from_mover: Callable[[bytes], FromMover] = msgspec.msgpack.Decoder(FromMover).decode

@@ -16,11 +16,11 @@ from typing import Any, Self
 
 from blake3 import blake3
 
-from medialane.transfer.nixl.agent import Descriptor
-from medialane.transfer.nixl.messages import (
+from medialane.transfer.nixl.agent import (
     MAX_PACKET_BYTES,
     MAX_READS,
     AddPeer,
+    Descriptor,
     Expect,
     Forget,
     FromMover,
@@ -142,7 +142,7 @@ class MoverChild:
         entry: ArenaRange | None = None,
         notification: str = "",
     ) -> asyncio.Future[None]:
-        """Start a read (see `messages.Read`), as soon as fewer than MAX_READS are pending. The future ends,
+        """Start a read (see `agent.Read`), as soon as fewer than MAX_READS are pending. The future ends,
         successfully or with TransferFailed, when nothing is written to the destinations any more; it must not be
         cancelled. Raises TransferFailed: no read was started."""
         await self._slots.acquire()

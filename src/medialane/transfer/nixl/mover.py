@@ -14,9 +14,8 @@ import msgspec
 from medialane.arena import ENTRY_HEADER_BYTES
 from medialane.runtime.tasks import Backoff
 from medialane.transfer.mover import Destination, OpenedEntry, StillWriting
-from medialane.transfer.nixl.agent import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.transfer.nixl.agent import MAX_READS, Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.transfer.nixl.child import MoverChild, NixlRefused, environment
-from medialane.transfer.nixl.messages import MAX_READS
 from medialane.types.errors import TransferFailed
 from medialane.types.feature import MoverName
 from medialane.types.tensor import ArenaRange, TensorDescriptor
@@ -52,7 +51,7 @@ class Published(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What to read from the agent of `metadata`; see `messages.Read`."""
+    """What to read from the agent of `metadata`; see `agent.Read`."""
 
     metadata: bytes
     sources: list[Descriptor]

@@ -30,11 +30,13 @@ from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
 from medialane.arena.layout import is_header
 from medialane.observability.logging import configure_child
 from medialane.runtime.linux import set_title, signal_on_parent_death
-from medialane.transfer.nixl.agent import Agent, AgentError, Descriptor, Segment, Transfer
-from medialane.transfer.nixl.messages import (
+from medialane.transfer.nixl.agent import (
     MAX_PACKET_BYTES,
     MAX_READS,
     AddPeer,
+    Agent,
+    AgentError,
+    Descriptor,
     Expect,
     Forget,
     FromMover,
@@ -44,9 +46,11 @@ from medialane.transfer.nixl.messages import (
     ReadFailed,
     ReadRefused,
     RemovePeer,
+    Segment,
     Start,
     Started,
     ToMover,
+    Transfer,
     decode_to_mover,
 )
 from medialane.types.errors import HandoverFailed

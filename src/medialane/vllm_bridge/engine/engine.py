@@ -68,12 +68,11 @@ from medialane.vllm_bridge.engine.engine_request import (
 )
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
-from medialane.vllm_bridge.engine.plugin import register
-from medialane.vllm_bridge.engine.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_tensors import ArenaEncoder
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.learned.settings import processor_settings
 from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.encoder_cache import may_span_hosts
 from medialane.vllm_bridge.seams.engine import (
@@ -230,7 +229,7 @@ class VllmEngine:
         self._lifetime_bound = False
         self._arenas: set[str] = set()
         encode_with(llm, ArenaEncoder)
-        profile = ProcessorProfile(processor_of(llm.renderer)) if self.takes_media else None
+        profile = ModelProfile(processor_of(llm.renderer)) if self.takes_media else None
         self._reader = RequestReader(llm, profile, self._arenas, embeddings)
         self._adapters = Adapters(
             folder.path,
@@ -499,7 +498,7 @@ class VllmEngine:
             check_grammar(output, self._reader.params(request))
 
 
-def _card(llm: AsyncLLM, profile: ProcessorProfile | None) -> ModelCard:
+def _card(llm: AsyncLLM, profile: ModelProfile | None) -> ModelCard:
     config = llm.vllm_config
     role: WorkerRole = ENCODER if config.is_mm_encoder_only else "worker"
     # An encoder publishes no KV events.

@@ -16,14 +16,13 @@ from msgspec.structs import astuple
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.runtime.phase import Phase, enter_phase, show_phase
 from medialane.types.errors import InvalidFeature
-from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
-from medialane.vllm_bridge.encoder_cache.encoder_card import measure
+from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
+from medialane.vllm_bridge.engine.encoder_card import measure
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.items.embeds import try_embeds
-from medialane.vllm_bridge.seams import engine_core, rendezvous
+from medialane.vllm_bridge.learned.embeds import try_embeds
+from medialane.vllm_bridge.seams import engine_core
 from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank, only_encodes
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
-from medialane.vllm_bridge.seams.start_phases import watch
 
 T = TypeVar("T")
 
@@ -41,7 +40,7 @@ _COMPILE_REMEDY = (
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
     report_phases()
-    rendezvous.use_socket_folder()
+    engine_core.use_socket_folder()
     engine_core.change(
         ArenaDecoder,
         before_add=_refuse_unreadable,
@@ -65,7 +64,7 @@ def install() -> None:
 def report_phases() -> None:
     """Report what the engine does until it is ready, in this process or one forked from it: its log has it in words,
     and only some. Idempotent."""
-    watch(
+    engine_core.watch(
         loading=lambda number, total: show_phase(Phase("loading the weights", number, total)),
         profiling=lambda what: show_phase(Phase(f"profiling{what and f' the largest {what}'}", remedy=_REMEDY)),
         compiling=lambda: show_phase(Phase("compiling", remedy=_COMPILE_REMEDY)),

@@ -14,9 +14,9 @@ from vllm.config import ModelConfig, VllmConfig
 from medialane.types.errors import GenerationFailed
 from medialane.types.hashing import content_hash
 from medialane.types.request import EmbeddingCounts, EncoderCard, WorkerRole
-from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card, weights_version
+from medialane.vllm_bridge.engine.encoder_card import UnknownEncoder, encoder_card, weights_version
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
-from medialane.vllm_bridge.items.embeds import AcceptedEmbeds
+from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,8 @@ from vllm.usage.usage_lib import UsageContext
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
 from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.encoder_cache import embedding_connector
-from medialane.vllm_bridge.engine import engine_cpu
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport
+from medialane.vllm_bridge.engine import embedding_connector, engine_cpu
+from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
 from medialane.vllm_bridge.seams import encoder_cache
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
@@ -128,6 +127,6 @@ def model_report(model: str, vllm_args: Sequence[str]) -> ModelReport:
     takes_media = config.model_config.supports_multimodal_inputs
     return ModelReport(
         architecture=config.model_config.architecture,
-        media=ProcessorProfile(new_processor(config.model_config)).report() if takes_media else None,
+        media=ModelProfile(new_processor(config.model_config)).report() if takes_media else None,
         no_embeddings=encoder_cache.unfit_reason(config),
     )

@@ -20,16 +20,16 @@ from medialane.types.errors import HandoverFailed, InvalidFeature, PromptRejecte
 from medialane.types.feature import EmbeddingUse, MediaPayload, MediaSpan
 from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.types.tensor import TensorDescriptor
-from medialane.vllm_bridge.encoder_cache import embedding_connector
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import request_embeddings
+from medialane.vllm_bridge.engine import embedding_connector
+from medialane.vllm_bridge.engine.embedding_schedule import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items.arena_tensors import ArenaItem
 from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.prepared_input import decoder_input, to_vllm_range
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.validation import placeholder_of
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.learned.validation import placeholder_of
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 from medialane.vllm_bridge.seams.vision_chunk import name_for_engine, takes_chunks
 
@@ -47,7 +47,7 @@ class RequestReader:
     here. The owner calls `close`."""
 
     def __init__(
-        self, llm: AsyncLLM, profile: ProcessorProfile | None, arenas: Container[str], embeddings: EngineEmbeddings
+        self, llm: AsyncLLM, profile: ModelProfile | None, arenas: Container[str], embeddings: EngineEmbeddings
     ) -> None:
         """`profile` is None if the model does not support media; `arenas` is the live set of arenas that EngineCore
         has mapped."""

@@ -36,13 +36,12 @@ from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.types.stage import StageName
 from medialane.types.tensor import EMBEDS_TYPE, decode_embeds
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
-from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, decode_options
 from medialane.vllm_bridge.items.options import model_io
-from medialane.vllm_bridge.items.placeholder_layout import decode_options
 from medialane.vllm_bridge.items.preparation import engine_media
 from medialane.vllm_bridge.items.prepared_input import decoder_input
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds, EmbedsReader
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.multimodal import processes_items_apart, processor_of, video_backend
 
 logger = logging.getLogger(__name__)
@@ -59,9 +58,7 @@ _LOADERS: dict[Modality, Callable[..., Any]] = {
 class SourceRenderer:
     """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
 
-    def __init__(
-        self, renderer: BaseRenderer, model_config: ModelConfig, profile: ProcessorProfile | None = None
-    ) -> None:
+    def __init__(self, renderer: BaseRenderer, model_config: ModelConfig, profile: ModelProfile | None = None) -> None:
         """`profile` is None if the model does not support media."""
         self._renderer = renderer
         self._model_config = model_config

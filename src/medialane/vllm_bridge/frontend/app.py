@@ -23,8 +23,8 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.prepare.processor import Assembler
-from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.stop import Stop
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import MedialaneError
 from medialane.types.hashing import MediaHasher, digest
 from medialane.types.media import MODALITIES
@@ -40,12 +40,12 @@ from medialane.vllm_bridge.frontend import (
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
-from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
 from medialane.vllm_bridge.items.options import check_model_io
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, normalization_of
+from medialane.vllm_bridge.learned.model_profile import ModelProfile, normalization_of
 from medialane.vllm_bridge.seams.api_server import (
     AuthenticationMiddleware,
     count_media_tokens_by,
@@ -165,7 +165,7 @@ class Frontend:
         self.config: VllmConfig = parts.config
         self.renderer: BaseRenderer = parts.renderer
         #: None for a text-only model.
-        self.profile: ProcessorProfile | None = parts.profile
+        self.profile: ModelProfile | None = parts.profile
         self.processor_settings: dict[str, str] = parts.processor_settings
         self.assembler: Assembler = parts.assembler
         self._tasks, self._routes = parts.tasks, parts.routes
@@ -280,7 +280,7 @@ class Frontend:
         client.is_serving = True
         return app
 
-    def _making(self, profile: ProcessorProfile) -> feature_files.Making:
+    def _making(self, profile: ModelProfile) -> feature_files.Making:
         """Return how the values of features are made, for clients."""
         processor = profile.processor
         made_by = {"processor": digest(self.processor_settings)}
@@ -369,7 +369,7 @@ def _add_probe(app: Any, path: str, probe: Probe) -> None:
     app.router.routes.insert(0, app.router.routes.pop())
 
 
-def _list_models_while_ready(app: Any, backend: RequestBackend) -> None:
+def _list_models_while_ready(app: Any, backend: Generation) -> None:
     """Have GET /v1/models fail like a completion while no worker is ready: clients and load balancers take its answer
     for readiness, which it is with plain vLLM."""
     for route in app.routes:
@@ -378,7 +378,7 @@ def _list_models_while_ready(app: Any, backend: RequestBackend) -> None:
 
 
 class _WhileReady:
-    def __init__(self, backend: RequestBackend, app: ASGIApp) -> None:
+    def __init__(self, backend: Generation, app: ASGIApp) -> None:
         self._backend = backend
         self._app = app
 

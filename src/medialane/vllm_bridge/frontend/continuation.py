@@ -25,7 +25,7 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.types.request import CompletionDelta, Logprobs, TokenLogprob
-from medialane.vllm_bridge.seams.detokenizer import CompletionText, TokenTexts
+from medialane.vllm_bridge.seams.engine import CompletionText, TokenTexts
 
 #: Delivered tokens with which a detokenizer is fed, if their text is longer than stop strings; and those before them,
 #: its prompt.

@@ -25,7 +25,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.runtime.loop_fairness import FewPerIteration
+from medialane.runtime.tasks import FewPerIteration
 from medialane.types import admin
 from medialane.types.admin import AddLora, UnloadLora
 from medialane.types.errors import (
@@ -42,7 +42,7 @@ from medialane.vllm_bridge.engine.adapters import versioned
 from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output, with_end_apart
 from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
-from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.frontend.request_backend import Generation
 from medialane.vllm_bridge.items.prepared_input import decoder_input, note_placed, prepared_prompt
 from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
 
@@ -54,7 +54,7 @@ class AdapterVersions:
     version. A worker that was not connected loads the version
     with the first request that names it."""
 
-    def __init__(self, backend: RequestBackend, encode: Callable[[Any], bytes]) -> None:
+    def __init__(self, backend: Generation, encode: Callable[[Any], bytes]) -> None:
         self._backend = backend
         self._encode = encode
         #: By name; None for adapters of the command line until their first request: no worker is ready before.
@@ -145,7 +145,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     """Drives vLLM's OpenAI app without an engine in this process."""
 
     def __init__(
-        self, vllm_config: VllmConfig, renderer: BaseRenderer, backend: RequestBackend, tasks: tuple[str, ...]
+        self, vllm_config: VllmConfig, renderer: BaseRenderer, backend: Generation, tasks: tuple[str, ...]
     ) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import InvalidRequest
 from medialane.types.feature import Feature
 from medialane.types.media import Modality

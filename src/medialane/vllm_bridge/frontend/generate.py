@@ -13,22 +13,21 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.tasks import gather_or_cancel
+from medialane.runtime.tasks import LoopFairness, gather_or_cancel
 from medialane.types.errors import InvalidRequest, UnknownMedia
 from medialane.types.feature import PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.types.media import MediaRef, naming
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.prepared_input import engine_input
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.sent_tensors import SentTensors, TensorsReader
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.learned.sent_tensors import SentTensors, TensorsReader
 from medialane.vllm_bridge.seams.scale_out import generate_by
 
 T = TypeVar("T")
 
 
-def install(state: Any, backend: RequestBackend, profile: ProcessorProfile | None, fairness: LoopFairness) -> None:
+def install(state: Any, backend: RequestBackend, profile: ModelProfile | None, fairness: LoopFairness) -> None:
     """Serve the generate endpoint of an app with this state from `backend`."""
     reader = None if profile is None or profile.is_unfit else TensorsReader(profile)
     has_encoder_prompt = profile is not None and profile.processor.info.ctx.model_config.is_encoder_decoder

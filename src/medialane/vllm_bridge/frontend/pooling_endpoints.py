@@ -32,8 +32,8 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.renderers import BaseRenderer
 
 from medialane.types.errors import StartupFailed
-from medialane.vllm_bridge.frontend.request_backend import RequestBackend
-from medialane.vllm_bridge.seams.pooling import (
+from medialane.vllm_bridge.frontend.request_backend import MediaReferences
+from medialane.vllm_bridge.seams.api_server import (
     PoolingIOProcessor,
     RerankRequest,
     build_by,
@@ -122,7 +122,7 @@ def check_supported(config: VllmConfig) -> None:
         raise StartupFailed("--io-processor-plugin is not supported: a plugin fetches media in the gateway, unchecked")
 
 
-def install(state: State, renderer: BaseRenderer, backend: RequestBackend) -> None:
+def install(state: State, renderer: BaseRenderer, backend: MediaReferences) -> None:
     """Change the endpoints of the app with this state."""
     for serving in servings_of(state):
         build_by(serving, built_in_pieces)
@@ -176,7 +176,7 @@ class _AsyncRendering:
 class _Responses:
     """Replaces the method of one of vLLM's endpoints that builds responses."""
 
-    def __init__(self, postprocess: Callable[..., Any], backend: RequestBackend) -> None:
+    def __init__(self, postprocess: Callable[..., Any], backend: MediaReferences) -> None:
         self._postprocess = postprocess
         self._backend = backend
 

@@ -32,9 +32,9 @@ from medialane.vllm_bridge.frontend import pooling_endpoints, render
 from medialane.vllm_bridge.frontend.fail_fast import failing_fast
 from medialane.vllm_bridge.frontend.http_server import check_http
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
-from medialane.vllm_bridge.items.processor_factory import one_thread
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.learned.processor_factory import one_thread
+from medialane.vllm_bridge.learned.settings import processor_settings
 from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built, validate_api_server_args
 from medialane.vllm_bridge.seams.multimodal import processor_of, without_media_warm_up
@@ -50,7 +50,7 @@ class Prebuilt:
     args: Namespace
     config: VllmConfig
     renderer: BaseRenderer
-    profile: ProcessorProfile | None
+    profile: ModelProfile | None
     processor_settings: dict[str, str]
     assembler: Assembler
     tasks: tuple[str, ...] | None
@@ -99,9 +99,9 @@ def _build(model: str, vllm_args: Sequence[str]) -> Prebuilt:
     except (OSError, ValueError) as error:
         raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
     without_media_warm_up(renderer)
-    profile: ProcessorProfile | None = None
+    profile: ModelProfile | None = None
     if config.model_config.supports_multimodal_inputs:  # not with --language-model-only
-        profile = ProcessorProfile(processor_of(renderer))
+        profile = ModelProfile(processor_of(renderer))
         expand_marks(profile.processor)
     tasks: tuple[str, ...] | None = None
     if config.model_config.runner_type == "pooling":
@@ -120,7 +120,7 @@ def _build(model: str, vllm_args: Sequence[str]) -> Prebuilt:
     )
 
 
-def _assembler(config: VllmConfig, profile: ProcessorProfile | None) -> Assembler:
+def _assembler(config: VllmConfig, profile: ModelProfile | None) -> Assembler:
     if profile is None or profile.is_unfit:
         return _NoAssembler({} if profile is None else profile.fallback_stages)
     return profile.assembler(max_tokens=config.model_config.max_model_len)

@@ -23,7 +23,7 @@ import msgspec
 import pybase64
 from starlette.routing import Route
 
-from medialane.runtime.loop_fairness import LoopFairness
+from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import FeatureUnsupported
 from medialane.types.feature import PreparedPrompt
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend

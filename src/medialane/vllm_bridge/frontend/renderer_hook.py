@@ -48,12 +48,12 @@ from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaRef, Modality
 from medialane.vllm_bridge.frontend.render import current_answer
-from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.frontend.request_backend import Generation, MediaReferences, RequestBackend
 from medialane.vllm_bridge.items.media_hash import HashFactors
 from medialane.vllm_bridge.items.mistral_chat import tokenizes_blanks
 from medialane.vllm_bridge.items.options import check_options, check_processor_options, final_io, item_options, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,
     prepare_media_by,
@@ -121,7 +121,7 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
             raise InvalidRequest(message)
 
 
-def install(renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorProfile) -> None:
+def install(renderer: BaseRenderer, backend: RequestBackend, profile: ModelProfile) -> None:
     """Route this renderer's media through `backend`."""
     hook = RendererHook(renderer, backend, profile)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
@@ -129,7 +129,7 @@ def install(renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorP
 
 
 @contextmanager
-def remembered_errors(backend: RequestBackend) -> Iterator[None]:
+def remembered_errors(backend: Generation) -> Iterator[None]:
     """Record our errors before they reach vLLM's app: the response is built from them."""
     try:
         yield
@@ -142,7 +142,7 @@ class RendererHook:
     """Implements both seams: completes the references from intake with options of model and request, and has the
     gateway prepare the prompt."""
 
-    def __init__(self, renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorProfile) -> None:
+    def __init__(self, renderer: BaseRenderer, backend: RequestBackend, profile: ModelProfile) -> None:
         self.backend = backend
         self._io = model_io(renderer.model_config)
         processor = profile.processor
@@ -155,7 +155,7 @@ class RendererHook:
         self._accepted = None if is_checked else accepted_modalities(processor)
 
     def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
-        """Return the reference for a media URL of the body. Raises what `RequestBackend.resolve` raises, and
+        """Return the reference for a media URL of the body. Raises what `MediaReferences.resolve` raises, and
         InvalidRequest for its options, or if this model takes media as something that we do not have."""
         with remembered_errors(self.backend):
             if self._accepted is not None and modality not in self._accepted:
@@ -254,7 +254,7 @@ MAX_LOOP_S = 0.004
 Submit = Callable[..., Any]
 
 
-def install_inline_rendering(renderer: BaseRenderer, backend: RequestBackend) -> None:
+def install_inline_rendering(renderer: BaseRenderer, backend: MediaReferences) -> None:
     """Render the short prompts of `backend`'s requests on the event loop, if that takes no longer with media."""
     if tokenizes_blanks(renderer):
         return
@@ -264,7 +264,7 @@ def install_inline_rendering(renderer: BaseRenderer, backend: RequestBackend) ->
 class InlineRendering:
     """Replaces `submit` of the renderer's executor, which is called on the event loop only."""
 
-    def __init__(self, submit: Submit, backend: RequestBackend) -> None:
+    def __init__(self, submit: Submit, backend: MediaReferences) -> None:
         self._submit = submit
         self._backend = backend
         self._in_thread: list[Future[Any]] = []

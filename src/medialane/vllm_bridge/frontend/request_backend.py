@@ -1,4 +1,4 @@
-"""The interface of the gateway to vLLM's app; implemented by `gateway.Gateway`."""
+"""The interface of the gateway to vLLM's app; implemented by `gateway.Gateway`, and split by who calls."""
 
 from __future__ import annotations
 
@@ -17,20 +17,36 @@ from medialane.types.media import MediaRef
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
 
 
-class RequestBackend(Protocol):
-    def check_ready(self) -> None:
-        """Raise NoWorkerReady if no worker accepts requests."""
+class PromptMedia(Protocol):
+    """The media of the current request's prompts."""
+
+    async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
+        """Return features and expanded prompt. `with_tensors`, the features have tensors even if embeddings of theirs
+        are known. Raises MedialaneError."""
         ...
 
-    @property
-    def text_bytes(self) -> int | None:
-        """Size of the current request's JSON body without its media; None if the request has no such body."""
+    async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
+        """As `prepare`, but nothing is decoded or processed for items whose headers are known from their media's size:
+        then no feature has tensors, and the result `is_predicted`. Raises MedialaneError."""
         ...
 
-    def fail(self, error: MedialaneError) -> None:
-        """Record that the current request fails with `error`: the response is built from it, however vLLM's app handles
-        the exception."""
+    def tensors(self, feature: Feature) -> list[memoryview]:
+        """Return the bytes of the large tensors of a feature of `prepare`, read-only: in the arena, valid until the
+        current request ends. Raises MedialaneError if the arena is lost."""
         ...
+
+    async def refer(self, prepared: PreparedPrompt) -> list[str]:
+        """Return references to the features of a prompt, by which the current client may name them in later requests.
+        Raises MedialaneError."""
+        ...
+
+    async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
+        """Return a reference to a part of an upload, which is its own media item. Raises BodyMemoryExhausted."""
+        ...
+
+
+class MediaReferences(Protocol):
+    """What intake has made of the current request's body: references in place of media."""
 
     def resolve(self, url: str) -> MediaRef:
         """Return the reference by which intake replaced a media URL of the current request. Raises InvalidMediaUrl."""
@@ -50,34 +66,14 @@ class RequestBackend(Protocol):
         Raises MedialaneError."""
         ...
 
-    async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
-        """Return a reference to a part of an upload, which is its own media item. Raises BodyMemoryExhausted."""
+    @property
+    def text_bytes(self) -> int | None:
+        """Size of the current request's JSON body without its media; None if the request has no such body."""
         ...
 
-    async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
-        """Return features and expanded prompt. `with_tensors`, the features have tensors even if embeddings of theirs
-        are known. Raises MedialaneError."""
-        ...
 
-    async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
-        """As `prepare`, but nothing is decoded or processed for items whose headers are known from their media's size:
-        then no feature has tensors, and the result `is_predicted`. Raises MedialaneError."""
-        ...
-
-    def tensors(self, feature: Feature) -> list[memoryview]:
-        """Return the bytes of the large tensors of a feature of `prepare`, read-only: in the arena, valid until the
-        current request ends. Raises MedialaneError if the arena is lost."""
-        ...
-
-    def sending(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
-        """Send tensors of the arena in the block, this many bytes, as long as the client may take to read them: then it
-        raises ClientDisconnected, and what is read no longer is released."""
-        ...
-
-    async def refer(self, prepared: PreparedPrompt) -> list[str]:
-        """Return references to the features of a prompt, by which the current client may name them in later requests.
-        Raises MedialaneError."""
-        ...
+class ClientFeatures(Protocol):
+    """Processed items that clients name, send and are sent."""
 
     async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
         """Return the feature that a client names (`MediaRef.is_feature`). `with_tensors` as in `prepare`. Raises
@@ -100,9 +96,17 @@ class RequestBackend(Protocol):
         InvalidRequest if the prompt has other placeholders, and MedialaneError."""
         ...
 
-    async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Make every worker's engine execute `call`, and return the results. Raises MedialaneError, which names the
-        workers that failed."""
+    def sending(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Send tensors of the arena in the block, this many bytes, as long as the client may take to read them: then it
+        raises ClientDisconnected, and what is read no longer is released."""
+        ...
+
+
+class Generation(Protocol):
+    """The engines, and how the current request ends."""
+
+    def check_ready(self) -> None:
+        """Raise NoWorkerReady if no worker accepts requests."""
         ...
 
     def generate(
@@ -111,3 +115,17 @@ class RequestBackend(Protocol):
         """Stream the output; closing aborts the request. If its worker is lost, an answer that has begun goes on at
         another one if it is `continuable`. Raises MedialaneError."""
         ...
+
+    async def administer(self, call: AdminCall) -> list[AdminResult]:
+        """Make every worker's engine execute `call`, and return the results. Raises MedialaneError, which names the
+        workers that failed."""
+        ...
+
+    def fail(self, error: MedialaneError) -> None:
+        """Record that the current request fails with `error`: the response is built from it, however vLLM's app handles
+        the exception."""
+        ...
+
+
+class RequestBackend(PromptMedia, MediaReferences, ClientFeatures, Generation, Protocol):
+    """All that the app needs of a gateway; what needs less says so."""

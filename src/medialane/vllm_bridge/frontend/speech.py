@@ -17,8 +17,8 @@ from vllm import envs
 from medialane.types.errors import InvalidUpload, TooLarge, UnsupportedMediaType
 from medialane.types.media import MediaRef
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
-from medialane.vllm_bridge.frontend.request_backend import RequestBackend
-from medialane.vllm_bridge.seams.speech import ToClips, decode_speech_by
+from medialane.vllm_bridge.frontend.request_backend import MediaReferences, RequestBackend
+from medialane.vllm_bridge.seams.api_server import ToClips, decode_speech_by
 
 #: The path of vLLM's WebSocket for transcription in real time.
 REALTIME = "/v1/realtime"
@@ -42,7 +42,7 @@ def install(app_state: Any, backend: RequestBackend) -> None:
     decode_speech_by(app_state, wrap)
 
 
-async def _decoded(backend: RequestBackend, url: str, sample_rate: int) -> bytes:
+async def _decoded(backend: MediaReferences, url: str, sample_rate: int) -> bytes:
     """Raises InvalidUpload where the media of a chat get another status."""
     try:
         return await backend.decode_audio(url, sample_rate)

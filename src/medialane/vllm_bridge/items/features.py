@@ -27,12 +27,12 @@ from vllm.multimodal.inputs import (
 )
 
 from medialane.types.errors import FeatureUnsupported, InvalidFeature
-from medialane.types.feature import MAX_HEADER_BYTES
-from medialane.types.feature_header import (
+from medialane.types.feature import (
+    MAX_HEADER_BYTES,
     Batched,
     Field,
     Flat,
-    Header,
+    HeaderFields,
     LargeTensor,
     Nested,
     Scalar,
@@ -62,7 +62,7 @@ _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_B
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-_DECODER = msgspec.msgpack.Decoder(Header)
+_DECODER = msgspec.msgpack.Decoder(HeaderFields)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -78,7 +78,7 @@ def encode_item(
     limits = {name: MAX_HEADER_BYTES if name in inline else INLINE_BYTES for name in item}
     fields = [Field(name, _kind(elem.field), _value(elem.data, large, limits[name])) for name, elem in item.items()]
     specs = tuple(spec_of(t) for t in large)
-    return _ENCODER.encode(Header(fields)), specs, tuple(_bytes(t) for t in large)
+    return _ENCODER.encode(HeaderFields(fields)), specs, tuple(_bytes(t) for t in large)
 
 
 def small_values(header: bytes) -> dict[str, bytes]:
@@ -119,10 +119,11 @@ def named_values(
 
 def without_values(header: bytes, names: Collection[str]) -> bytes:
     """Return the header without the values of these fields; their dtypes and shapes are kept."""
-    fields = _DECODER.decode(header).fields
-    return _ENCODER.encode(
-        Header([Field(one.name, one.kind, _emptied(one.value) if one.name in names else one.value) for one in fields])
-    )
+    fields = [
+        Field(one.name, one.kind, _emptied(one.value) if one.name in names else one.value)
+        for one in _DECODER.decode(header).fields
+    ]
+    return _ENCODER.encode(HeaderFields(fields))
 
 
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:

@@ -23,8 +23,7 @@ from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import DecodedItem, EncodedItem, HashedItem
 from medialane.types.media import AudioSamples, FrameBatch, MediaRef
 from medialane.vllm_bridge.engine_errors import engine_fault
-from medialane.vllm_bridge.seams.media_hash import decoded_video, encoded_image, encoded_video, mm_hashes
-from medialane.vllm_bridge.seams.multimodal import video_backend
+from medialane.vllm_bridge.seams.multimodal import decoded_video, encoded_image, encoded_video, mm_hashes, video_backend
 from medialane.vllm_bridge.seams.vision_chunk import name_for_engine, takes_chunks
 
 #: What vLLM's image loader hashes with the bytes of an image that it has converted; we have its defaults.

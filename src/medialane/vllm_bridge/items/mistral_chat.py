@@ -29,7 +29,7 @@ from vllm.renderers import BaseRenderer
 
 from medialane.types.feature import Feature
 from medialane.types.media import AudioSamples, Decoded, Image, Modality
-from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
+from medialane.vllm_bridge.items.header_values import PlaceholderLayouts
 from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,

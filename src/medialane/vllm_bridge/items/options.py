@@ -125,7 +125,7 @@ def check_worker_options(
 ) -> None:
     """Raise InvalidRequest naming an option with which items of these modalities may not be processed in a worker.
 
-    `max_pixels` are the operator's limits (`ProcessorProfile.max_pixels`).
+    `max_pixels` are the operator's limits (`ModelProfile.max_pixels`).
     """
     limits = [max_pixels[modality] for modality in modalities if modality in max_pixels]
     most = min(limits, default=0)

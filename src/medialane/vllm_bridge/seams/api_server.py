@@ -1,25 +1,32 @@
-"""vLLM's OpenAI app and HTTP server."""
+"""vLLM's OpenAI app and HTTP server, with its endpoints of speech and pooling."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.dependencies import utils
+from starlette.datastructures import State
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.entrypoints.openai.chat_completion import serving
+from vllm.entrypoints.pooling.base.io_processor import PoolingIOProcessor
+from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+from vllm.entrypoints.pooling.scoring.protocol import RerankRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import configure_logging_from_args
+from vllm.plugins.io_processors import has_io_processor
+from vllm.renderers import BaseRenderer
 
 
 @contextmanager
@@ -94,3 +101,66 @@ def unload_adapters_by(state: Any, unload: Callable[[str], Awaitable[None]]) -> 
         return answer
 
     models.unload_lora_adapter = unload_everywhere
+
+
+# Uploaded speech
+
+#: Returns the clips and the duration of an upload.
+ToClips = Callable[[bytes], Awaitable[Any]]
+
+
+def decode_speech_by(state: Any, wrap: Callable[[ToClips, float], ToClips]) -> None:
+    """Replace, in the handlers of an app's speech endpoints, the step that decodes an upload and cuts it into clips by
+    `wrap(step, sample_rate)`."""
+    for speech in (state.openai_serving_transcription, state.openai_serving_translation):
+        step = speech._decode_and_chunk_speech_async
+        speech._decode_and_chunk_speech_async = wrap(step, speech.asr_config.sample_rate)
+
+
+# Pooling endpoints: embeddings, pooling, classification, scores
+
+#: Members of the app's state; each is None if the model has no such task.
+_SERVINGS = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
+
+#: Builds the response: (io_processor, context).
+Postprocess = Callable[..., Any]
+
+
+def servings_of(state: State) -> list[PoolingBaseServing]:
+    """Return the app's pooling endpoints."""
+    return [serving for name in _SERVINGS if (serving := getattr(state, name)) is not None]
+
+
+def io_processors_of(serving: PoolingBaseServing) -> Iterator[PoolingIOProcessor]:
+    """Yield the objects that render the endpoint's prompts: /pooling has one for each task."""
+    attributes = vars(serving)
+    yield from attributes["io_processors"].values() if "io_processors" in attributes else [attributes["io_processor"]]
+
+
+def postprocess_by(serving: PoolingBaseServing, wrap: Callable[[Postprocess], Callable[..., Awaitable[Any]]]) -> None:
+    """Make the endpoint build its responses by `wrap(postprocess)`."""
+    serving._postprocessing_async = wrap(serving._postprocessing)
+
+
+def build_by(serving: PoolingBaseServing, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
+    """Replace the last step of `postprocess`, which gets the context of a request, by `wrap(step)`."""
+    serving._build_response = wrap(serving._build_response)
+
+
+def rendering_with(io_processor: PoolingIOProcessor, renderer: object) -> Callable[..., Any]:
+    """Return the method that renders a prompt, for another renderer."""
+    own = copy.copy(io_processor)
+    own.renderer = renderer
+    render: Callable[..., Any] = own.render
+    return render
+
+
+def render_by(io_processor: PoolingIOProcessor, render: Callable[..., Awaitable[Any]]) -> None:
+    """Make the endpoint render its prompts by `render`."""
+    io_processor.render_async = render
+
+
+def rendering_executor(renderer: BaseRenderer) -> Executor:
+    """Return the executor of chat templates and tokenizer."""
+    executor: Executor = renderer._executor
+    return executor

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
+import numpy as np
 import torch
+from PIL import Image as PILImage
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.fusion.mm_input_norm import _load_norm_params
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
-from vllm.multimodal.media import VideoMediaIO
-from vllm.multimodal.parse import MultiModalDataItems
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaWithBytes, VideoMediaIO
+from vllm.multimodal.parse import MultiModalDataItems, ProcessorBatchItems
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiModalProcessingResult
@@ -25,6 +28,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 
 from medialane.types.errors import TooManyFrames
 from medialane.types.media import Modality
+from medialane.types.tensor import PixelNormalisation
 from medialane.vllm_bridge.seams.vision_chunk import take_images
 
 try:
@@ -260,3 +264,62 @@ def load_video(media_io: VideoMediaIO, data: bytes) -> tuple[Any, dict[str, Any]
     """Return frames and metadata of a file, read by the loader of `media_io` with its options."""
     frames, metadata = media_io.video_loader.load_bytes(data, num_frames=media_io.num_frames, **media_io.kwargs)
     return frames, metadata
+
+
+# vLLM's hashes of media items (`mm_hash`), computed by vLLM over stand-ins for what it would have decoded
+
+
+def mm_hashes(
+    processor: BaseMultiModalProcessor,
+    items: Mapping[str, Sequence[Any]],
+    uuids: Mapping[str, Sequence[str | None]],
+    *,
+    options: Mapping[str, object],
+    io: Mapping[str, Mapping[str, object]],
+) -> Mapping[str, list[str]]:
+    """Return the hashes of all items of a prompt, by modality; of those with a uuid, the item is not read."""
+    inputs = ProcessorInputs(
+        prompt=[],
+        mm_data_items=MultiModalDataItems({name: ProcessorBatchItems(each, name) for name, each in items.items()}),
+        mm_uuid_items=dict(uuids),
+        hf_processor_mm_kwargs=options,
+        media_io_kwargs=io,
+    )
+    hashes: Mapping[str, list[str]] = processor._get_mm_hashes(inputs)
+    return hashes
+
+
+def encoded_image(data: bytes | memoryview, *, io_config: Mapping[str, object] | None) -> Any:
+    """Return an image of vLLM's loader, whose pixels are not hashed. Nor is its EXIF: an ImageID counts only if it is a
+    Python UUID, which no file has."""
+    return MediaWithBytes(PILImage.new("RGB", (1, 1)), data, io_config)
+
+
+def encoded_video(data: bytes | memoryview, shape: tuple[int, ...], metadata: Mapping[str, object]) -> Any:
+    """Return a video of vLLM's loader with frames of this shape, which vLLM hashes only if they have fewer bytes than
+    the file."""
+    return MediaWithBytes(np.broadcast_to(np.uint8(0), shape), data), metadata
+
+
+def decoded_video(data: bytes | memoryview, frames: Any, metadata: Mapping[str, object]) -> Any:
+    return MediaWithBytes(frames, data), metadata
+
+
+# Comparisons with plain vLLM, and with what its engine does on the device
+
+
+def load_as_plain(model_config: ModelConfig, modality: Modality, url: str) -> Any:
+    """Return an item as plain vLLM's connector loads it: with its own decoders, and the operator's options."""
+    connector = MEDIA_CONNECTOR_REGISTRY.load("http", media_io_kwargs=model_config.multimodal_config.media_io_kwargs)
+    if modality == "video":
+        return connector.fetch_video(url, video_processor=get_video_processor_cls_name(model_config))
+    return connector.fetch_audio(url) if modality == "audio" else connector.fetch_image(url)
+
+
+def device_normalisation(model_config: ModelConfig) -> PixelNormalisation | None:
+    """Return what the engine does to pixels on its device; None if items have them normalised. Reads the
+    model's files, of the hub, too."""
+    if not model_config.multimodal_config.mm_device_do_normalize:
+        return None
+    params = _load_norm_params(model_config)
+    return PixelNormalisation(params.rescale_factor, tuple(params.image_mean), tuple(params.image_std))

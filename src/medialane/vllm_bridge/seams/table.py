@@ -165,7 +165,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="pooling endpoints",
         purpose="embeddings, classification and scores: media are prepared by the gateway, responses built in a thread",
-        module="seams.pooling",
+        module="seams.api_server",
         processes=("gateway",),
         without="requests with media are refused",
         instead="none: the endpoints render prompts with the renderer's blocking methods",
@@ -284,7 +284,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="speech",
         purpose="the store decodes uploads for transcription, sandboxed and cached",
-        module="seams.speech",
+        module="seams.api_server",
         processes=("gateway",),
         without="uploads are decoded in the gateway's process",
         instead="none; a public hook at this point would suffice",
@@ -353,7 +353,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="media hashes",
         purpose="`medialane render` answers the hashes that plain vLLM gives to media, mostly without decoding them",
-        module="seams.media_hash",
+        module="seams.multimodal",
         without="routers in front of plain vLLM servers cannot use our render service for requests with media",
         tests=(
             "tests/contract/test_media_hash.py",
@@ -456,7 +456,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="compared tensors",
         purpose="items are compared with plain vLLM's",
-        module="seams.reference_tensors",
+        module="seams.multimodal",
         without="`medialane check --tensors` fails",
         tests=("tests/contract/test_tensor_comparison.py",),
         seams=_seams("""
@@ -469,7 +469,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="normalisation on the device",
         purpose="clients learn how the engine normalises raw pixels, and comparisons do it likewise",
-        module="seams.device_normalisation",
+        module="seams.multimodal",
         without="tensors of features do not say whether they are raw; `medialane check --tensors` fails",
         tests=("tests/contract/test_sent_tensors.py", "tests/contract/test_tensor_comparison.py"),
         seams=_seams("""
@@ -496,7 +496,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="text at the seam",
         purpose="the text of an answer that goes on at another worker is that of an undisturbed one",
-        module="seams.detokenizer",
+        module="seams.engine",
         processes=("gateway",),
         without="an answer ends with its worker",
         tests=("tests/contract/test_continued_text.py", "tests/contract/test_vllm_engine_continuation.py"),
@@ -669,7 +669,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="start of EngineCore",
         purpose="on a CPU, EngineCore is a fork of the worker's front end, from before that has threads",
-        module="seams.engine_start",
+        module="seams.cpu",
         processes=("worker",),
         without="EngineCore imports vLLM itself and shares no pages with its front end",
         instead="VLLM_WORKER_MULTIPROC_METHOD, which vLLM overrides on a CPU",
@@ -682,7 +682,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="phases of a start",
         purpose="a worker that starts reports what its engine does",
-        module="seams.start_phases",
+        module="seams.engine_core",
         processes=("worker",),
         without="`medialane serve` shows `starting the engine` until the worker is ready",
         tests=("tests/contract/test_vllm_start_phases.py",),
@@ -703,7 +703,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="rendezvous",
         purpose="the file through which an engine's processes meet is in the folder of its sockets",
-        module="seams.rendezvous",
+        module="seams.engine_core",
         processes=("worker",),
         without="each start of an engine leaves a file in the folder for temporary files",
         tests=("tests/contract/test_vllm_engine_rendezvous.py",),

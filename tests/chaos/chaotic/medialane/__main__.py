@@ -34,11 +34,11 @@ def patch() -> None:
 
     import poison
     from medialane.cli import store
-    from medialane.testing.simulated import serve
+    from medialane.testing.simulated import engine
 
     poison.install()
     store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
-    serve.SimulatedEngine = ReadingEngine
+    engine.SimulatedEngine = ReadingEngine
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from medialane.tools.check.kinds import KINDS, POOLING_INPUTS
-from medialane.tools.check.limits import MODALITIES
+from medialane.tools.check.media import MODALITIES
 
 
 def names(**limits):

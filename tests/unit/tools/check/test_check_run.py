@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.tools.check import CheckClient, CheckProgress, Setup, run
+from medialane.tools.check import CheckClient, CheckProgress, CheckSetup, run
 from medialane.tools.check.servers import OUR_LOG, RevivedServer
 from medialane.types.errors import StartupFailed
 
@@ -127,7 +127,7 @@ def check(monkeypatch, tmp_path):
         monkeypatch.setattr(run, "plain_server", lambda _setup, _progress: opened(plain, wants_report=False))
         monkeypatch.setattr(run, "medialane_server", lambda _setup, _progress: opened(ours, wants_report=True))
         monkeypatch.setattr(run, "both_servers", both)
-        setup = Setup(model="m", vllm_args=(), environ={}, own_environ={}, logs=tmp_path, **options)
+        setup = CheckSetup(model="m", vllm_args=(), environ={}, own_environ={}, logs=tmp_path, **options)
         return await run.run_check(setup, CheckProgress(Console(quiet=True)))
 
     return check

@@ -2,10 +2,9 @@
 
 from medialane.tools.check.case import EndpointKind, Limits
 from medialane.tools.check.kinds.chat import CHAT
-from medialane.tools.check.kinds.pooling import POOLING
-from medialane.tools.check.kinds.pooling_inputs import POOLING_INPUTS
+from medialane.tools.check.kinds.pooling import POOLING, POOLING_INPUTS
 from medialane.tools.check.kinds.speech import SPEECH
-from medialane.tools.check.limits import MODALITIES
+from medialane.tools.check.media import MODALITIES
 
 KINDS: tuple[EndpointKind, ...] = (CHAT, *SPEECH, *POOLING, POOLING_INPUTS)
 

@@ -12,8 +12,9 @@ from itertools import permutations
 from typing import Any
 
 from medialane.tools.check.case import Answer, Case, EndpointKind, Limits, Part, Request
-from medialane.tools.check.limits import MAX_REFUSED_ITEMS, MODALITIES
 from medialane.tools.check.media import (
+    MAX_REFUSED_ITEMS,
+    MODALITIES,
     ONE,
     OTHER,
     audio,

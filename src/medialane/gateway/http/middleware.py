@@ -1,0 +1,397 @@
+"""ASGI middleware in front of vLLM's app: the scope of every request, and the intake that extracts media from bodies.
+
+Order matters. `ScopeMiddleware` is the outermost, so it sees the end of every request, however it ends.
+`IntakeMiddleware` is the innermost, behind `access.AccessMiddleware` and CORS: no body is read of a client that may not
+ask, nor of a request that no route serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from medialane.gateway.admission import Queues
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.access import MEDIA_PATH, given_key
+from medialane.gateway.http.responses import (
+    REQUEST_ID,
+    ErrorSender,
+    IdentifiedSend,
+    error_form,
+    given_id,
+    given_trace,
+    send_error,
+    usable_id,
+    with_id,
+)
+from medialane.gateway.intake import (
+    WITHOUT_BODY,
+    BodyBuffer,
+    BodyMemory,
+    BoundedReceive,
+    BudgetCharge,
+    Buffer,
+    Intake,
+    Message,
+    Receive,
+    extract,
+    extract_files,
+    is_multipart,
+    replay,
+)
+from medialane.gateway.records import (
+    RecentRequests,
+    Recordable,
+    Recorder,
+    ReportSender,
+    RequestTracing,
+    log_end,
+    request_report,
+)
+from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
+from medialane.media import MediaConfig
+from medialane.observability.logging import request_id, trace_id
+from medialane.observability.metrics import Metrics
+from medialane.runtime.tasks import TAKER, LoopFairness
+from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
+from medialane.types.media import MODALITIES
+
+Scope = MutableMapping[str, Any]
+
+Send = Callable[[Message], Awaitable[None]]
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+#: For handlers that listen for the client's disconnect: they cancel their work themselves, without an error.
+_OWN_END_S = 0.02
+
+#: llm-d's name of a request's longest time to first token.
+TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
+
+#: Requests a report, as does the body's member `medialane`.
+REPORT_HEADER = b"x-medialane-report"
+
+_BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
+
+#: What operators do to look at requests is none of them.
+_NOT_KEPT = ("/medialane/login", "/medialane/logout")
+
+
+class ScopeMiddleware:
+    """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
+    `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged. Without
+    `tracing`, requests are not traced, without `recorder` not recorded. `model` is the name for errors about others."""
+
+    def __init__(
+        self,
+        app: App,
+        metrics: Metrics,
+        requests: OpenRequests | None = None,
+        recent: RecentRequests | None = None,
+        *,
+        names_takers: bool = False,
+        logs_requests: bool = False,
+        tracing: RequestTracing | None = None,
+        recorder: Recorder | None = None,
+        model: str = "",
+    ) -> None:
+        self._app = app
+        self._model = model
+        self._recorder = recorder
+        self._tracing = tracing
+        self._metrics = metrics
+        self._requests = requests or OpenRequests()
+        self._recent = recent or RecentRequests()
+        self._names_takers = names_takers
+        self._logs_requests = logs_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        with self._requests.opened() as request:
+            record = request.record
+            record.id = usable_id(given_id(scope))
+            tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
+            if self._names_takers:
+                TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
+            watched = _WatchedEnd(receive, IdentifiedSend(send, record.id, self._model), request)
+            is_kept = scope["method"] not in WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
+            if is_kept:
+                self._recent.begin(record)
+            try:
+                if _header(scope, REQUEST_ID) is not None:  # perhaps an unusable one
+                    scope = with_id(scope, record.id)
+                await self._app(scope, watched.receive, watched.send)
+            finally:
+                record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
+                self._ended(scope, request, is_kept=is_kept)
+                request_id.reset(tokens[0])
+                trace_id.reset(tokens[1])
+
+    def _ended(self, scope: Scope, request: RequestScope, *, is_kept: bool) -> None:
+        """Pass the record of a request that has ended, before its scope is closed, to all that make something of it."""
+        record = request.record
+        if is_kept:
+            self._recent.end(record, is_refused=request.is_refused)
+        if request.trace is not None and not request.is_refused:  # a span that does not end is not sent
+            request.trace.end()
+        if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
+            self._metrics.observe(request.timeline, record.ttft_ms)
+        if request.error_code is not None:
+            self._metrics.count_error(request.error_code)
+        if self._recorder is not None and (body := request.extracted.body) is not None:
+            content_type = _header(scope, b"content-type") or b""
+            self._recorder.offer(Recordable(body, request.extracted.refs, request.references, content_type, record))
+        if self._logs_requests:
+            log_end(scope["method"], scope["path"], record)
+
+    def _traced(self, scope: Scope, request: RequestScope) -> str:
+        """Begin the request's trace, if it has one; return the id of that, or of its client's."""
+        if self._tracing is not None:
+            request.trace = self._tracing.begin(scope, request.record)
+        return given_trace(scope) if request.trace is None else request.trace.trace_id
+
+
+class _WatchedEnd:
+    """The client's side of a request: adds Server-Timing, and notes the status and who ended it."""
+
+    def __init__(self, receive: Receive, send: Send, request: RequestScope) -> None:
+        self._receive = receive
+        self._send = send
+        self._request = request
+        self.is_complete = False
+        self.is_disconnected = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.is_disconnected = True
+        return message
+
+    def send(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            if not self.is_disconnected:  # nobody gets what the app still sends
+                self._request.record.status = message["status"]
+            timing = self._request.timeline.server_timing().encode()
+            message = {**message, "headers": [*message.get("headers", ()), (b"server-timing", timing)]}
+        elif message["type"] == "http.response.body" and not self.is_disconnected:
+            self.is_complete = not message.get("more_body", False)
+        return self._send(message)  # no coroutine of its own: this costs each token of every stream
+
+
+class IntakeMiddleware:
+    """Passes JSON bodies and forms to the app without their media. Every body is read within its limits.
+
+    As the innermost middleware, it also replaces the app's responses to our errors, and adds the report to responses
+    for which the client requested one, before any other middleware compresses them.
+
+    If a client disconnects while it sends, the request ends: the app never sees an incomplete body. If it disconnects
+    later, the request's scope ends whatever the request waits for.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        media: MediaConfig,
+        config: GatewayConfig,
+        fairness: LoopFairness,
+        *,
+        queues: Queues | None = None,
+        keeps_bodies: bool = False,
+    ) -> None:
+        """`queues` are what clients' requests wait in. With `keeps_bodies`, what is left of a body stays with its
+        request until that ends, to be recorded."""
+        self._app = app
+        self._keeps_bodies = keeps_bodies
+        self._media = media
+        self._config = config
+        self._fairness = fairness
+        self._queues = queues
+        self._memory = BodyMemory(
+            config.max_bodies_bytes, tenant_share=config.tenant_share, least_share=media.max_body_bytes
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        content_type = _header(scope, b"content-type") or b""
+        is_streamed = _is_streamed(scope)
+        is_read_here = scope["method"] not in WITHOUT_BODY and not (is_streamed or _is_urlencoded(content_type))
+        limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
+        if is_streamed:
+            limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)
+        request, form = current_scope(), error_form(scope)
+        limit = min(limit, request.max_body_bytes)
+        request.client = given_key(scope).hex()
+        tenant = "" if request.tenant is None else request.tenant.name
+        request.memory = charge = BudgetCharge(self._memory, tenant)
+        request.defer(charge.release)
+        try:
+            request.asks_report = _asks_report(scope)
+            request.ttft_limit_ms = _own_ttft_limit(scope) if self._config.trust_headers else None
+            declared = _check_declared(scope, limit)
+            incoming = BoundedReceive(receive, limit, charge, self._config, keeps=not is_streamed)
+            # This frame lives as long as the response, so it must not hold the original body.
+            body = await self._extract(incoming, declared, charge, content_type) if is_read_here else None
+        except MedialaneError as error:
+            request.fail(error)
+            await send_error(_reporting(send, request), error, form)
+            return
+        watching: AbstractContextManager[None] = nullcontext()
+        if not is_read_here:
+            receive = _recording_errors(incoming, request)
+        elif body is None:
+            return
+        else:
+            send = _reporting(send, request)
+            watching = _ending_with_client(receive, request)
+            if not request.extracted.has_id and _header(scope, REQUEST_ID) is None:  # which would replace the body's
+                scope = with_id(scope, request.record.id)
+            scope, receive = _with_length(scope, len(body)), replay(body, receive)
+        sender = ErrorSender(send, request, form)
+        try:
+            with watching:
+                await self._app(scope, receive, sender)
+        except ClientDisconnected:
+            return
+        except Exception as error:  # replaced if the request has failed with our error; any other is raised
+            if not await sender.fail_stream(error):
+                raise
+
+    async def _extract(
+        self, receive: Receive, declared: int, charge: BudgetCharge, content_type: bytes
+    ) -> bytes | None:
+        """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
+        request = current_scope()
+        queues = None if request.passes_by else self._queues
+        if queues is not None:
+            queues.arrive(request, num_bytes=declared)
+        body = BodyBuffer(self._memory, declared)
+        with request.timeline.measure("upload"):
+            is_whole = await body.read(receive, self._fairness)
+        if not is_whole:
+            body.release()
+            return None
+        work = partial(self._work, body.buffer, body.size, request, content_type)
+        intake = await self._fairness.run(body.size, work)
+        body.release()
+        charge.set(intake.num_bytes)
+        request.received_at = time.perf_counter()
+        request.extracted = ExtractedMedia(
+            tuple(map(request.owned, intake.refs)),
+            text_bytes=len(intake.body),
+            wants_report=intake.report,
+            has_id=intake.has_id,
+            parse_error=intake.parse_error,
+            priority=intake.priority,
+            body=intake.body if self._keeps_bodies else None,
+        )
+        request.record.received(intake.refs, model=intake.model, streams=intake.stream)
+        if queues is not None:
+            queues.received(request)
+        return intake.body
+
+    def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:
+        with request.timeline.measure("intake"):
+            if is_multipart(content_type):
+                return extract_files(
+                    buffer, content_type, self._media, self._config, references=request.references, size=size
+                )
+            return extract(buffer, self._media, self._config, references=request.references, size=size)
+
+
+@contextmanager
+def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[None]:
+    """Disconnect the request's scope if the client disconnects during the block. `receive` has returned the body."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await asyncio.sleep(_OWN_END_S)
+        request.disconnect()
+
+    watching = asyncio.get_running_loop().create_task(watch(), name="client-watch")
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def _reporting(send: Send, request: RequestScope) -> Send:
+    """Return a `send` that adds the report to the answer, if the client requests one."""
+    return ReportSender(send, partial(request_report, request.record)) if request.wants_report else send
+
+
+def _recording_errors(receive: Receive, request: RequestScope) -> Receive:
+    """Return a `receive` that records errors in the scope before raising them: the app would turn them all into 400."""
+
+    async def recording() -> Message:
+        try:
+            return await receive()
+        except MedialaneError as error:
+            request.fail(error)
+            raise
+
+    return recording
+
+
+def _is_streamed(scope: Scope) -> bool:
+    """Return whether the body are media, which the handler reads as they arrive."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+    return scope["method"] == "PUT" and path == MEDIA_PATH
+
+
+def _is_urlencoded(content_type: bytes) -> bool:
+    """Return whether the body is a form without files. Any body that is not a form may be JSON: some of vLLM's handlers
+    parse JSON regardless of the content type."""
+    return content_type.lower().startswith(b"application/x-www-form-")
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _own_ttft_limit(scope: Scope) -> float | None:
+    """Return the request's own limit of the time to first token, in ms. Raises InvalidRequest."""
+    value = _header(scope, TTFT_HEADER)
+    if value is None:
+        return None
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < math.inf:
+        raise InvalidRequest(f"{TTFT_HEADER.decode()} must be a positive number of milliseconds")
+    return limit
+
+
+def _asks_report(scope: Scope) -> bool:
+    """Return whether the client requests a report by a header. Raises InvalidRequest."""
+    value = (_header(scope, REPORT_HEADER) or b"false").strip().lower()
+    if value not in _BOOLEANS:
+        raise InvalidRequest(f"{REPORT_HEADER.decode()} must be true or false")
+    return _BOOLEANS[value]
+
+
+def _check_declared(scope: Scope, limit: int) -> int:
+    """Return Content-Length, or 0 if there is none. Raises BodyTooLarge before anything is read."""
+    declared = _header(scope, b"content-length")
+    length = int(declared) if declared is not None and declared.isdigit() else 0
+    if length > limit:
+        raise BodyTooLarge(f"the request body has {length} bytes, more than {limit}")
+    return length
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}

@@ -1,0 +1,152 @@
+"""Expands prompts: short ones on the event loop, others in one thread, which also predicts what images take.
+
+Expansion is pure Python over token lists. A thread keeps a long one from blocking the event loop, but costs a short one
+more than the expansion itself: while the loop is busy, the thread waits up to 5 ms for the GIL
+(`sys.getswitchinterval`). The assembler is not thread-safe: the loop does not use it while the thread does.
+
+And what the images of a request take, by which it is refused before they are decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from cachetools import LRUCache
+
+from medialane.gateway.admission import MustWait, Preparation
+from medialane.prepare import AssembledPrompt, Assembler, ImageCost
+from medialane.types.errors import prompt_too_long
+from medialane.types.feature import Feature, MediaPrompt, PlaceholderRange
+from medialane.types.hashing import merged_options
+from medialane.types.media import MediaRef
+
+#: Limits for expansion on the event loop: 0.2 ms for an image of 1024x768, 0.5 ms for four, far below the 10 ms for
+#: which the loop may be blocked. A photo of 12 megapixels becomes 16,000 tokens, which takes that long.
+MAX_TOKENS_ON_LOOP = 4096
+
+MAX_ITEMS_ON_LOOP = 4
+
+MAX_PIXELS_ON_LOOP = 4_000_000
+
+#: Cached predictions, in combinations of size and options. With longer options there is none: they are a client's.
+MAX_COSTS = 2048
+
+MAX_OPTIONS_BYTES = 256
+
+T = TypeVar("T")
+
+
+class Assembly:
+    """Owns the thread. `close` once."""
+
+    def __init__(self, assembler: Assembler) -> None:
+        self.max_tokens = assembler.max_tokens
+        self._assembler = assembler
+        self._costs: LRUCache[object, ImageCost | None] = LRUCache(MAX_COSTS)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="assemble")
+        self._num_in_thread = 0
+
+    async def assemble(self, prompt: MediaPrompt, features: tuple[Feature, ...]) -> AssembledPrompt:
+        """Expand the placeholders of the prompt. Raises PromptRejected."""
+        if not self._num_in_thread and _runs_on_loop(prompt, features):
+            return self._assembler.assemble(prompt.token_ids, features, prompt.options)
+        return await self._in_thread(self._assembler.assemble, prompt.token_ids, features, prompt.options)
+
+    async def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        """See `Assembler.place`. Raises InvalidFeature, PromptTooLong."""
+        prompt = MediaPrompt(token_ids, ())
+        if not self._num_in_thread and _runs_on_loop(prompt, features):
+            return self._assembler.place(token_ids, features, ranges)
+        return await self._in_thread(self._assembler.place, token_ids, features, ranges)
+
+    async def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        """Return what an image of this size takes at least; None if that cannot be predicted."""
+        if len(options) > MAX_OPTIONS_BYTES:
+            return None
+        if (key := (size, options)) in self._costs:
+            return self._costs[key]
+        cost = self._costs[key] = await self._in_thread(self._assembler.image_cost, size, options)
+        return cost
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        self._num_in_thread += 1
+        work = asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+        work.add_done_callback(self._on_done)  # not when the caller is cancelled: the thread continues
+        return await asyncio.shield(work)
+
+    def _on_done(self, work: asyncio.Future[Any]) -> None:
+        self._num_in_thread -= 1
+        if not work.cancelled():
+            work.exception()  # marks it as retrieved: the caller has raised it, or was cancelled
+
+
+def _runs_on_loop(prompt: MediaPrompt, features: tuple[Feature, ...]) -> bool:
+    num_pixels = sum(f.size.width * f.size.height * max(1, f.size.num_frames) for f in features)
+    within = len(prompt.token_ids) <= MAX_TOKENS_ON_LOOP and len(features) <= MAX_ITEMS_ON_LOOP
+    # For a prompt with options, vLLM creates a separate Hugging Face processor: 10 ms.
+    return within and num_pixels <= MAX_PIXELS_ON_LOOP and prompt.options == b"{}"
+
+
+class _Image(NamedTuple):
+    """Bytes of an image's pixels, and the fewest of its tensors."""
+
+    decoded_bytes: int = 0
+    processed_bytes: int = 0
+
+
+class ImageBudget:
+    """The images of one request, by their fields, as far as their sizes are known yet."""
+
+    def __init__(self, assembly: Assembly, options: bytes, preparation: Preparation | None = None) -> None:
+        """`options` are the request's; an item's own are added. With a `preparation`, items that are not cached wait
+        for it to begin."""
+        self._assembly = assembly
+        self._preparation = preparation
+        self._options = options
+        self._num_tokens = 0
+        self._images: dict[str, _Image] = {}
+
+    def has_counted(self, ref: MediaRef) -> bool:
+        return ref.param in self._images
+
+    def decoded_bytes(self, ref: MediaRef) -> int:
+        """Return the bytes of the image's pixels; 0 if it has not been counted, as for `processed_bytes`."""
+        return self._images.get(ref.param, _Image()).decoded_bytes
+
+    def processed_bytes(self, ref: MediaRef) -> int:
+        """Return the fewest bytes of the image's tensors; 0 if unknown."""
+        return self._images.get(ref.param, _Image()).processed_bytes
+
+    def missing(self) -> None:
+        """Note that an item is not cached, before it is prepared or its file is copied. Raises MustWait."""
+        if self._preparation is not None and not self._preparation.begin():
+            raise MustWait
+
+    async def wait(self) -> None:
+        """Wait until missing items may be prepared. Raises QueueFull, QueueTimeout."""
+        if self._preparation is not None:
+            await self._preparation.wait()
+
+    async def add(self, ref: MediaRef, width: int, height: int) -> None:
+        """Count an image of this size, once.
+
+        Raises PromptTooLong, with vLLM's message, if the images counted so far exceed the maximum model length.
+        """
+        if self.has_counted(ref):
+            return
+        self._images[ref.param] = _Image(width * height * 3)
+        cost = await self._assembly.image_cost((width, height), merged_options(self._options, ref.options))
+        if cost is None:
+            return
+        self._images[ref.param] = _Image(width * height * 3, cost.num_bytes)
+        self._num_tokens += cost.num_tokens
+        if self._num_tokens > self._assembly.max_tokens:
+            raise prompt_too_long(self._num_tokens, self._assembly.max_tokens)

@@ -1,0 +1,305 @@
+"""Routes requests: what the router gets of a request, of workers, and of the engine's first output."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from medialane.gateway.records import EmbeddingOutcome, embedding_outcome
+from medialane.gateway.request.expansions import Expansions, Item
+from medialane.gateway.workers.client import RpcClient
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import WorkerPool
+from medialane.observability.metrics import Metrics
+from medialane.routing import AnnouncedReservation, RoutedRequest, Router, RoutingRequest
+from medialane.types.block_hash import prompt_block_ids, token_array
+from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
+from medialane.types.kv_events import BlockIds, KvChange
+from medialane.types.request import EngineRequest, OutputDelta, WorkerLoad, WorkerState
+from medialane.types.stats import PendingWork, RoutingStats, WaitStats
+
+logger = logging.getLogger(__name__)
+
+
+class PromptPrefix(NamedTuple):
+    """The known start of the prompt as the engine will see it; `unplaced_items` come somewhere after it."""
+
+    token_ids: list[int]
+    media: tuple[MediaSpan, ...] = ()
+    unplaced_items: tuple[MediaSpan, ...] = ()
+
+
+class Route(NamedTuple):
+    """The worker of one request, and the connection to it at that time. `routed` reports the request's progress to the
+    router; the request's scope owns it."""
+
+    link: WorkerLink
+    client: RpcClient | None
+    routed: RoutedRequest
+    prefix: PromptPrefix
+    data_parallel_rank: int | None
+
+    def num_prompt_tokens(self, first: OutputDelta) -> int:
+        """Return how many tokens the prompt has, by its first output."""
+        if first.prompt_token_ids is not None:
+            return len(first.prompt_token_ids)
+        return self.routed.decision.num_tokens
+
+
+class Routes:
+    """Chooses workers for requests, reports workers to the router, and learns expansions from the engines' outputs."""
+
+    def __init__(self, router: Router, workers: WorkerPool, metrics: Metrics) -> None:
+        self._router = router
+        self._workers = workers
+        self._metrics = metrics
+        self._expansions = Expansions()
+        self._encoder: str | None = None  # of all workers; None: not known yet
+        workers.listen(self.joined)
+
+    @property
+    def encoder(self) -> str:
+        """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
+        they have different ones."""
+        if self._encoder is None:
+            digests = {link.encoder for link in self._workers.of_role("worker")} - {""}
+            self._encoder = digests.pop() if len(digests) == 1 else ""
+        return self._encoder
+
+    def joined(self, link: WorkerLink) -> RoutedWorker:
+        self._forget_encoder()
+        return RoutedWorker(self._router, link, self._forget_encoder)
+
+    def _forget_encoder(self) -> None:
+        self._encoder = None
+
+    def choose(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        excluded: frozenset[str] = frozenset(),
+        *,
+        block_ids: dict[int, BlockIds] | None = None,
+    ) -> Route:
+        """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
+        on. `block_ids` are those that `new_items` has computed of this prompt. Raises NoWorkerReady."""
+        prefix = self._prefix(request, prepared)
+        if request.generated and not prefix.unplaced_items:
+            prefix = prefix._replace(token_ids=prefix.token_ids + request.generated)
+        block_ids = self._block_ids(request, prefix, {} if block_ids is None else block_ids)
+        routing_request = self._routing_request(request, prepared, prefix, block_ids, excluded=excluded)
+        started = time.perf_counter()
+        routed = self._router.pick(routing_request)
+        self._metrics.observe_routing(time.perf_counter() - started)
+        rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
+        link = self._workers.links[routed.worker_id]
+        return Route(link, link.client, routed, prefix, rank)
+
+    def new_items(
+        self, request: EngineRequest, prepared: PreparedPrompt, block_ids: dict[int, BlockIds]
+    ) -> frozenset[str]:
+        """Return the hashes of the items that every worker would have to encode. Adds the ids of the prompt's blocks to
+        `block_ids`, by block size, for `choose`."""
+        prefix = self._prefix(request, prepared)
+        block_ids |= self._block_ids(request, prefix, block_ids)
+        return self._router.new_items(self._routing_request(request, prepared, prefix, block_ids))
+
+    def _routing_request(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        prefix: PromptPrefix,
+        block_ids: dict[int, BlockIds],
+        *,
+        excluded: frozenset[str] = frozenset(),
+    ) -> RoutingRequest:
+        if not request.reads_prefix_cache:
+            block_ids = {size: ids[:0] for size, ids in block_ids.items()}
+        return RoutingRequest(
+            block_ids=block_ids,
+            num_tokens=len(prefix.token_ids) + len(prefix.unplaced_items),  # each has at least one
+            media=prefix.media + prefix.unplaced_items,
+            handover_bytes=_num_bytes(prepared),
+            lora=request.adapter,
+            session_id=request.session_id,
+            rank=request.data_parallel_rank,
+            excluded=excluded,
+        )
+
+    def begin(self, route: Route, request_id: str, *, is_sent: bool = True) -> None:
+        """Count the request at its worker, announce it to other gateways, and log the decision. To be called as soon as
+        it is sent, before any other request may be routed; or before it is sent, and then again. Idempotent."""
+        if not route.routed.begin(is_sent=is_sent):
+            return
+        client = route.link.client
+        if client is not None and client.reports.num_gateways > 1:
+            route.routed.announce(client.reports.announce)
+        decision = route.routed.decision
+        logger.debug("%s is routed to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
+
+    def answered(
+        self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta
+    ) -> Mapping[str, EmbeddingOutcome]:
+        """Record the first output: the engine's cached tokens, and the expansions if the worker expanded the prompt.
+        Return what the worker did about embeddings, by the mm_hash of the item; empty if it keeps none."""
+        num_cached = first.num_cached_tokens
+        route.routed.prefilled(num_cached, waited_s=first.times.queue_s if first.times is not None else None)
+        routed_cached, num_tokens = route.routed.decision.cached_tokens, route.num_prompt_tokens(first)
+        self._metrics.count_prompt(num_tokens, routed_cached=routed_cached, engine_cached=num_cached)
+        for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
+            self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
+        if prepared is not None and first.placed and first.prompt_token_ids is not None:
+            self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
+        return self._embedding_outcomes(route, first)
+
+    def _embedding_outcomes(self, route: Route, first: OutputDelta) -> dict[str, EmbeddingOutcome]:
+        if first.placed or not route.link.encoder:
+            return {}
+        outcomes = {span.mm_hash: embedding_outcome(span, first) for span in route.prefix.media}
+        for span in {span.mm_hash: span for span in route.prefix.media}.values():
+            outcome = outcomes[span.mm_hash]
+            self._metrics.count_embeddings(outcome)
+            if outcome == "loaded":
+                saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
+                self._metrics.count_saved_encoding(span.embedding_bytes, saved_s)
+        return outcomes
+
+    def stats(self) -> RoutingStats:
+        index, counts = self._router.index, self._router.predictions
+        reports = {link.name: link.client.reports for link in self._workers.links.values() if link.client}
+        return RoutingStats(
+            num_blocks=index.num_blocks,
+            num_entries=index.num_entries,
+            num_encoder_items=self._router.num_encoder_items,
+            num_unexplained=counts.num_unexplained,
+            num_never_stored=counts.num_never_stored,
+            num_unsent=self._router.num_unsent,
+            event_lag_s={name: each.event_lag_s for name, each in reports.items() if each.event_lag_s},
+            num_event_gaps={name: each.num_block_gaps for name, each in reports.items()},
+        )
+
+    def waits(self) -> WaitStats:
+        """Return how long requests wait in engines."""
+        return WaitStats(self._router.waits_s(), self._router.least_wait_s())
+
+    def _block_ids(
+        self, request: EngineRequest, prefix: PromptPrefix, known: dict[int, BlockIds]
+    ) -> dict[int, BlockIds]:
+        """Return the prompt's block ids by each block size of the workers, of which some may be `known`."""
+        sizes = self._router.block_sizes
+        if known.keys() >= set(sizes):
+            return {size: known[size] for size in sizes}
+        tokens = token_array(prefix.token_ids)
+        return {
+            size: prompt_block_ids(
+                tokens,
+                block_size=size,
+                media=prefix.media,
+                lora=request.adapter,
+                cache_salt=request.cache_salt,
+            )
+            for size in sizes
+        }
+
+    def _prefix(self, request: EngineRequest, prepared: PreparedPrompt | None) -> PromptPrefix:
+        """Return the prompt as the engine will see it, as far as that is known."""
+        if prepared is None:
+            return PromptPrefix(request.prompt.token_ids)
+        if prepared.encoder_token_ids is not None:
+            return PromptPrefix(request.prompt.token_ids, (), _beside(prepared, len(request.prompt.token_ids)))
+        if prepared.features:
+            return PromptPrefix(request.prompt.token_ids, tuple(map(_span, prepared.features)))
+        source = prepared.source
+        items = [Item(mm_hash, ref.modality) for mm_hash, ref in zip(prepared.mm_hashes, source.items, strict=True)]
+        expansion = self._expansions.expand(source.token_ids, items)
+        placed = {span.mm_hash for span in expansion.media}
+        end = len(expansion.token_ids)
+        # Their tokens are unknown, but a worker that is processing these items is the best one for them.
+        unplaced_items = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
+        return PromptPrefix(expansion.token_ids, expansion.media, tuple(unplaced_items))
+
+
+def _span(placed: PlacedFeature) -> MediaSpan:
+    place, feature = placed.placeholder, placed.feature
+    embedding_bytes = feature.nbytes if feature.embedding is not None else 0
+    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds, embedding_bytes)
+
+
+def _beside(prepared: PreparedPrompt, end: int) -> tuple[MediaSpan, ...]:
+    """Return the items of an encoder's prompt: they are encoded, but have no position in the decoder's."""
+    if not prepared.features:
+        pairs = zip(prepared.mm_hashes, prepared.source.items, strict=True)
+        return tuple(MediaSpan(mm_hash, end, 0, ref.modality) for mm_hash, ref in pairs)
+    return tuple(msgspec.structs.replace(_span(placed), offset=end, length=0) for placed in prepared.features)
+
+
+def _num_bytes(prepared: PreparedPrompt | None) -> int:
+    return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
+
+
+#: Most requests of other gateways that are counted at one worker.
+_MAX_ANNOUNCED = 4096
+
+
+class RoutedWorker:
+    """Reports a worker to the router, until it has `left` (a `ReportListener`). `on_encoder` is called when the encoder
+    whose embeddings it loads may have changed."""
+
+    def __init__(self, router: Router, link: WorkerLink, on_encoder: Callable[[], None]) -> None:
+        self._router = router
+        self._link = link
+        self._on_encoder = on_encoder
+        self._slots: list[int] = []
+        self._announced: dict[int, AnnouncedReservation] = {}
+        try:
+            for endpoint in link.endpoints():
+                self._slots.append(router.join(endpoint))
+        except BaseException:
+            self.left()
+            raise
+
+    def left(self) -> None:
+        """Idempotent."""
+        self._on_encoder()
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            self._router.leave(slot)
+
+    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+        for slot, load in zip(self._slots, loads, strict=True):
+            self._router.report(slot, load)
+
+    def state_changed(self, state: WorkerState) -> None:
+        level = logging.ERROR if state == "stalled" else logging.WARNING
+        what = "is ready again" if state == "ready" else f"is {state}: it gets no new requests"
+        logger.log(level, "worker %s %s", self._link.name, what)
+        for slot in self._slots:
+            self._router.drain(slot, draining=state != "ready")
+
+    def changed(self, change: KvChange) -> None:
+        if change.rank < len(self._slots):
+            self._router.change(self._slots[change.rank], change)
+
+    def announced(self, number: int, work: PendingWork) -> None:
+        reservations, slots = self._announced, self._slots
+        if number not in reservations and len(reservations) < _MAX_ANNOUNCED and work.rank < len(slots):
+            reservations[number] = self._router.announced(slots[work.rank], work)
+
+    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
+        reservation = self._announced.pop(number, None)
+        if reservation is not None:
+            reservation.end(is_computed=is_computed)
+
+    def host_changed(self) -> None:
+        self._on_encoder()
+        for slot in self._slots:
+            self._router.move(slot, same_host=self._link.same_host)
+
+    def encoder_cleared(self) -> None:
+        self._on_encoder()
+        for slot in self._slots:
+            self._router.clear_encoder(slot)

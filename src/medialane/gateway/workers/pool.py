@@ -1,0 +1,245 @@
+"""The workers and encoders of this gateway: one link each.
+
+The link of a worker that has joined exists from its first Join until some time after its loss: so long it is reported
+as lost. If such a worker reconnects, it replaces a connection whose loss this side has not noticed yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.workers.client import RpcClient
+from medialane.gateway.workers.link import JoinListener, WorkerLink, check_same_model, name_taken
+from medialane.types.errors import (
+    AlreadyJoined,
+    MedialaneError,
+    NoWorkerReady,
+    WorkerLost,
+)
+from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
+from medialane.types.retry_after import Outage
+from medialane.wire.protocol import Join
+
+logger = logging.getLogger(__name__)
+
+
+def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
+    loads = [endpoint.load for endpoint in ranks]
+    usage = sum(load.kv_usage for load in loads) / len(loads)
+    return WorkerLoad(sum(load.num_running for load in loads), sum(load.num_waiting for load in loads), usage)
+
+
+class WorkerPool:
+    """All links, by name. `run` keeps those with an address connected. `new_link` makes the link of a worker that joins
+    (its address is empty), whose `processor` settings must be compatible with those of the gateway."""
+
+    def __init__(
+        self,
+        links: Sequence[WorkerLink],
+        *,
+        new_link: Callable[[str, str], WorkerLink] | None = None,
+        processor: Mapping[str, str] | None = None,
+        config: GatewayConfig | None = None,
+    ) -> None:
+        self.links = {link.name: link for link in links}
+        self._new_link = new_link
+        self._processor = processor or {}
+        self._config = config or GatewayConfig()
+        self._listener: JoinListener | None = None
+        #: The names of workers that have joined, and when lost ones are forgotten.
+        self._joined: set[str] = set()
+        self._forgetting: dict[str, asyncio.TimerHandle] = {}
+        self._card: ModelCard | None = None
+        self._has_card = asyncio.Event()
+        self._outage = Outage()
+        self._changes = asyncio.Event()
+        #: The workers that take requests, and those whose engine does not go on: counted when a link reports a change,
+        #: since both are read for each request.
+        self._ready: set[WorkerLink] = set()
+        self._stalled: set[WorkerLink] = set()
+        self._num_gateways: int | None = None
+        for link in links:
+            self._watch(link)
+
+    async def first_card(self) -> ModelCard:
+        """Return the card of the first worker that has become ready; wait for it."""
+        while self._card is None:
+            await self._has_card.wait()
+        return self._card
+
+    async def tried(self, timeout_s: float) -> None:
+        """Wait until `run` has tried to connect to each address, with or without success; no longer than this."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for link in self.links.values():
+                    await link.was_tried.wait()
+
+    def _watch(self, link: WorkerLink) -> None:
+        link.on_ready, link.on_change = self._on_ready, partial(self._changed, link)
+
+    def _changed(self, link: WorkerLink) -> None:
+        """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
+        may continue, and if it does not, its worker exits. So do answers that cannot go on elsewhere."""
+        for links, state in ((self._ready, "ready"), (self._stalled, "stalled")):
+            (links.add if link.role == "worker" and link.state == state else links.discard)(link)
+        self._num_gateways = None
+        self._wake()
+        if not self._ready:
+            self._outage.begin()
+            return
+        self._outage.end()
+        for stalled in self._stalled:
+            stalled.fail_movable()
+
+    def _wake(self) -> None:
+        changes, self._changes = self._changes, asyncio.Event()
+        changes.set()
+
+    def _on_ready(self, card: ModelCard) -> None:
+        if self._card is None and card.role == "worker":
+            self._card = card
+            self._has_card.set()
+
+    def fail(self, error: MedialaneError) -> None:
+        """Abort all requests of this gateway: they raise `error`."""
+        for link in self.links.values():
+            link.fail(error)
+
+    def listen(self, listener: JoinListener) -> None:
+        """Register `listener` with all links. Called once, before `run`."""
+        self._listener = listener
+        for link in self.links.values():
+            link.listener = listener
+
+    def arena_changed(self) -> None:
+        """Called when this gateway has another store."""
+        for link in self.links.values():
+            link.arena_changed()
+        self._wake()
+
+    def endpoints(self) -> list[Endpoint]:
+        """Return one endpoint per worker, with the total load of its ranks."""
+        of_links = [link.endpoints() for link in self.links.values()]
+        return [msgspec.structs.replace(ranks[0], load=_total(ranks)) for ranks in of_links]
+
+    def of_role(self, role: WorkerRole) -> list[WorkerLink]:
+        """Return the links of all workers or of all encoders. One that has never been connected counts as a worker."""
+        return [link for link in self.links.values() if link.role == role]
+
+    @property
+    def num_ready(self) -> int:
+        """Number of workers that take requests, encoders not counted."""
+        return len(self._ready)
+
+    @property
+    def num_gateways(self) -> int:
+        """Most gateways that any worker is connected to, this one included."""
+        if self._num_gateways is None:
+            reports = [link.client.reports for link in self.links.values() if link.client]
+            self._num_gateways = max((each.num_gateways for each in reports), default=1)
+        return self._num_gateways
+
+    def check_ready(self) -> None:
+        """Raise NoWorkerReady if no worker takes requests."""
+        if not self._ready:
+            raise NoWorkerReady("no worker is ready to take requests", retry_after_s=self.retry_after_s)
+
+    async def changed_before(self, give_up_at: float) -> bool:
+        """Wait until a worker may have become ready, or reachable by another path; False if none has by then
+        (time.monotonic)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(give_up_at - time.monotonic()):
+                return await self._changes.wait()
+        return False
+
+    @property
+    def retry_after_s(self) -> int:
+        """When a worker is expected to be ready, if none is."""
+        return self._outage.retry_after_s
+
+    @property
+    def num_failing(self) -> int:
+        """Number of links, also of encoders, that need an operator's attention; the log has the reasons."""
+        return sum(link.is_failing for link in self.links.values())
+
+    async def run(self) -> None:
+        """Keep every link with an address connected until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for link in self.links.values():
+                group.create_task(link.run(), name=f"worker link {link.name}")
+            group.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
+
+    async def serve_joined(self, join: Join, client: RpcClient) -> None:
+        """Use a worker that has connected, until it is lost. Raises the reason to refuse it."""
+        link = self._link_of(join)
+        try:
+            check_same_model(self._processor, join.card.processor)
+            await link.serve(client)
+        except AlreadyJoined:
+            logger.debug("worker %s has joined already, through another of our addresses", join.name)
+            raise
+        except WorkerLost as error:
+            logger.info("worker %s: %s", join.name, error.message)
+            raise
+        except MedialaneError as error:
+            link.refuse(error)
+            raise
+        finally:
+            self._forget_later(link)
+
+    def _link_of(self, join: Join) -> WorkerLink:
+        """Return the link of the worker's name. Raises WorkerLost if another worker has it, or there are too many."""
+        link = self.links.get(join.name)
+        if link is not None:
+            client = link.client
+            if join.name not in self._joined or (client is not None and client.welcome.worker_id != join.worker_id):
+                raise name_taken(join.name)
+        elif self._new_link is None or len(self._joined) >= self._config.max_joined_workers:
+            raise WorkerLost("the gateway has reached its limit of workers")
+        else:
+            link = self.links[join.name] = self._new_link(join.name, "")
+            link.listener = self._listener
+            self._watch(link)
+            self._joined.add(join.name)
+        self._keep(join.name)
+        return link
+
+    def _forget_later(self, link: WorkerLink) -> None:
+        """Remove the link of a worker that has joined, unless it returns in time; at once if it has left as planned."""
+        self._keep(link.name)
+        forget_s = 0.0 if link.has_drained else self._config.forget_worker_s
+        loop = asyncio.get_running_loop()
+        self._forgetting[link.name] = loop.call_later(forget_s, self._forget, link)
+
+    def _keep(self, name: str) -> None:
+        timer = self._forgetting.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _forget(self, link: WorkerLink) -> None:
+        del self._forgetting[link.name]
+        if link.client is None:
+            del self.links[link.name]
+            self._joined.discard(link.name)
+            link.forget()
+            self._changed(link)
+
+
+def on_hosts_of(lost: Iterable[str], addresses: Mapping[str, str]) -> frozenset[str]:
+    """Return the names `lost`, and those of the workers that are at the same TCP hosts, by the `addresses` of all. That
+    of a worker that has joined is unknown."""
+    lost = frozenset(lost)
+    hosts = {_tcp_host(addresses.get(name, "")) for name in lost} - {""}
+    return lost.union(name for name, address in addresses.items() if _tcp_host(address) in hosts)
+
+
+def _tcp_host(address: str) -> str:
+    return address.rpartition(":")[0] if address.startswith("tcp://") else ""

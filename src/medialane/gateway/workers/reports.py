@@ -1,0 +1,269 @@
+"""Load, KV blocks and pending work of other gateways that a worker reports unsolicited, and this gateway's pending
+work; `worker.reports` is the worker's side. No I/O.
+
+`BlockInbox` queues KV-block updates until the event loop applies them. Pieces are taken one at a time, so that a
+snapshot of many blocks does not block the event loop. A gap in a rank's sequence means that a piece is missing: further
+changes of that rank are discarded until a snapshot begins. If more is queued than a worker can hold, the queue is
+dropped and snapshots are requested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Final, Protocol
+
+import msgspec
+
+from medialane.types.errors import ProtocolViolation
+from medialane.types.kv_events import KvChange
+from medialane.types.request import EncoderCard, ModelCard, WorkerLoad, WorkerState
+from medialane.types.stats import PendingWork
+from medialane.wire.protocol import (
+    ArenaMapped,
+    EncoderCleared,
+    Gateways,
+    KvBlocks,
+    LoadReport,
+    Pending,
+    PendingEnded,
+    Report,
+    ResyncBlocks,
+)
+
+#: Limits for a worker's card: far beyond any engine, but they bound the state whose size depends on the card.
+_MAX_BLOCK_SIZE: Final = 1 << 16
+
+_MAX_RANKS: Final = 1 << 12
+
+_MAX_KV_BLOCKS: Final = 1 << 32
+
+
+class ReportListener(Protocol):
+    """Callbacks about one connected worker. Called on the event loop; must not block.
+
+    `left` is the last one. It is called in the same iteration of the event loop in which the connection is lost, so no
+    request is routed in between.
+    """
+
+    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+        """The worker has reported the load of each of its ranks."""
+        ...
+
+    def state_changed(self, state: WorkerState) -> None:
+        """The worker is ready again, its engine hangs, or it is draining."""
+        ...
+
+    def changed(self, change: KvChange) -> None:
+        """The worker's KV blocks have changed: first all of them, then changes in order, one per iteration of the event
+        loop."""
+        ...
+
+    def announced(self, number: int, work: PendingWork) -> None:
+        """Another gateway has sent a request to the worker; `number` identifies it until `announcement_ended`."""
+        ...
+
+    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
+        """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
+        ...
+
+    def encoder_cleared(self) -> None:
+        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
+        ...
+
+    def host_changed(self) -> None:
+        """The worker has mapped another arena, or none."""
+        ...
+
+    def left(self) -> None: ...
+
+
+class ClientReports:
+    """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the `arena` that
+    the worker has mapped, the number of gateways registered with the worker, and what a listener is called for."""
+
+    def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
+        self._send = send
+        self._blocks = BlockInbox()
+        self._num_ranks = 0
+        self._listener: ReportListener | None = None
+        self._numbers = count()
+        self._delivery: asyncio.Handle | None = None
+        self.loads: Sequence[WorkerLoad] = ()
+        #: Other than `lost`.
+        self.state: WorkerState = "ready"
+        #: Whether the worker's KV blocks cannot be compared with prompts.
+        self.has_unknown_blocks = False
+        #: Whether background tasks of the worker have ended lately, and were started again.
+        self.has_failing_tasks = False
+        #: None if its embeddings are not kept.
+        self.encoder: EncoderCard | None = None
+        self.arena: str | None = None
+        #: The age of the last change of KV blocks when the worker sent it, if known.
+        self.event_lag_s = 0.0
+        #: Including this one.
+        self.num_gateways = 1
+
+    @property
+    def num_block_gaps(self) -> int:
+        """How often changes of KV blocks were missing, so that snapshots were requested."""
+        return self._blocks.num_gaps
+
+    def open(self, card: ModelCard) -> None:
+        """Start with the card of the worker's Welcome. Raises ProtocolViolation if its sizes are out of range."""
+        _check(card)
+        self._num_ranks = max(1, card.data_parallel_size)
+        self.encoder = card.encoder
+        self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
+
+    def watch(self, listener: ReportListener) -> None:
+        """Call `listener` until the connection is closed, also about changes of KV blocks that were received before.
+        Call once, on an open connection."""
+        self._listener = listener
+        self._deliver_soon()
+
+    def received(self, message: Report) -> bool:
+        """Return whether what requests wait for has changed: the state, the arena, the number of gateways; or the
+        worker is still stalled, and may have got requests since. Raises ProtocolViolation."""
+        before = self.state
+        match message:
+            case LoadReport():
+                self._receive_loads(message)
+            case KvBlocks(change):
+                self._receive_blocks(change)
+            case ArenaMapped(arena):
+                self.arena = arena
+            case EncoderCleared(encoder):
+                self.encoder = encoder
+            case Gateways(number):
+                self.num_gateways = number
+        if self._listener is not None:
+            self._notify(self._listener, message)
+        is_load = isinstance(message, LoadReport)
+        return self.state != before or (is_load and before == "stalled") or isinstance(message, ArenaMapped | Gateways)
+
+    def announce(self, work: PendingWork) -> Callable[[bool], None]:
+        """Announce pending work to the worker's other gateways. Call the returned function once, when it ends, with
+        whether it was computed. Pointless unless `num_gateways` is above 1."""
+        number = next(self._numbers)
+        self._send(Pending(number, work))
+        return lambda is_computed: self._send(PendingEnded(number, is_computed))
+
+    def lost(self) -> None:
+        """The connection is closed."""
+        if self._delivery is not None:
+            self._delivery.cancel()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.left()
+
+    def _notify(self, listener: ReportListener, message: Report) -> None:
+        match message:
+            case ArenaMapped():
+                listener.host_changed()
+            case EncoderCleared():
+                listener.encoder_cleared()
+            case Pending(number, work) if work.rank < self._num_ranks:  # another rank is that gateway's fault
+                listener.announced(number, work)
+            case PendingEnded(number, is_computed):
+                listener.announcement_ended(number, is_computed=is_computed)
+
+    def _receive_loads(self, report: LoadReport) -> None:
+        if len(report.loads) != self._num_ranks:
+            raise ProtocolViolation(f"the load of {len(report.loads)} ranks from a worker with {self._num_ranks}")
+        before, self.state = self.state, _state(report)
+        self.has_unknown_blocks, self.loads = report.has_unknown_blocks, report.loads
+        self.has_failing_tasks = report.has_failing_tasks
+        if self._listener is not None:
+            self._listener.reported(report.loads)
+            if self.state != before:
+                self._listener.state_changed(self.state)
+
+    def _receive_blocks(self, change: KvChange) -> None:
+        if len(change.stored) % 8 or len(change.removed) % 8:
+            raise ProtocolViolation("KV blocks with incomplete ids")
+        if change.rank not in range(self._num_ranks):
+            raise ProtocolViolation("KV blocks of an unknown rank")
+        self.event_lag_s = change.age_s or self.event_lag_s
+        if not self._blocks.receive(change):
+            self._send(ResyncBlocks())
+        self._deliver_soon()
+
+    def _deliver_soon(self) -> None:
+        if self._delivery is None and self._listener is not None and len(self._blocks):
+            self._delivery = asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        self._delivery = None
+        change = self._blocks.take()
+        if change is not None and self._listener is not None:
+            self._listener.changed(change)
+            self._deliver_soon()
+
+
+def _state(report: LoadReport) -> WorkerState:
+    return "stalled" if report.is_stalled else "draining" if report.is_draining else "ready"
+
+
+def _check(card: ModelCard) -> None:
+    if not (
+        0 <= card.block_size <= _MAX_BLOCK_SIZE
+        and 0 <= card.data_parallel_size <= _MAX_RANKS
+        and 0 <= card.num_kv_blocks <= _MAX_KV_BLOCKS
+        and card.encoder_cache_tokens >= 0
+        and card.max_num_seqs >= 0
+    ):
+        raise ProtocolViolation("a worker's card with sizes out of range")
+
+
+#: Limit of queued changes, in addition to two snapshots of the worker's blocks.
+MAX_WAITING_BYTES = 8 << 20
+
+
+class BlockInbox:
+    """`num_gaps` counts gaps and overflows."""
+
+    def __init__(self, *, num_blocks: int = 0) -> None:
+        """`num_blocks` is the total capacity of the worker's ranks."""
+        self._max_waiting_bytes = MAX_WAITING_BYTES + 2 * 8 * num_blocks
+        self._waiting: deque[KvChange] = deque()
+        self._num_waiting_bytes = 0
+        self._expected: dict[int, int] = {}
+        self._lost: set[int] = set()
+        self.num_gaps = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def receive(self, change: KvChange) -> bool:
+        """Queue a piece. Return False if a snapshot must be requested now."""
+        expected = self._expected.get(change.rank, 0)
+        self._expected[change.rank] = change.sequence + 1
+        if change.snapshot:
+            self._lost.discard(change.rank)
+        elif change.sequence != expected:  # a requested snapshot may be among the missing pieces
+            self._lost.add(change.rank)
+            self.num_gaps += 1
+            return False
+        elif change.rank in self._lost:
+            return True  # a snapshot was already requested
+        self._waiting.append(change)
+        self._num_waiting_bytes += len(change.stored) + len(change.removed)
+        return self._num_waiting_bytes <= self._max_waiting_bytes or self._overflow()
+
+    def take(self) -> KvChange | None:
+        """Remove and return the next piece, None if there is none."""
+        if not self._waiting:
+            return None
+        change = self._waiting.popleft()
+        self._num_waiting_bytes -= len(change.stored) + len(change.removed)
+        return change
+
+    def _overflow(self) -> bool:
+        self._waiting.clear()
+        self._num_waiting_bytes = 0
+        self._lost.update(self._expected)
+        self.num_gaps += 1
+        return False

@@ -1,1 +1,0 @@
-"""Embeddings in the arena: loading them into vLLM's encoder cache, and saving them from there."""

@@ -1,0 +1,28 @@
+"""What is learned of a model at start, one `ModelProfile` for a process, and what is made with it: prompts, validation.
+
+`processor_factory` is not imported here: it loads numba, which an engine's processes do not need.
+"""
+
+from medialane.vllm_bridge.learned.assembler import VllmAssembler
+from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
+from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport, normalization_of
+from medialane.vllm_bridge.learned.reference_tensors import Values, compare_fields
+from medialane.vllm_bridge.learned.sent_tensors import SentTensors, TensorsReader
+from medialane.vllm_bridge.learned.settings import processor_settings
+from medialane.vllm_bridge.learned.validation import placeholder_of
+
+__all__ = [
+    "AcceptedEmbeds",
+    "EmbedsReader",
+    "ModelProfile",
+    "ProfileReport",
+    "SentTensors",
+    "TensorsReader",
+    "Values",
+    "VllmAssembler",
+    "compare_fields",
+    "normalization_of",
+    "placeholder_of",
+    "processor_settings",
+    "try_embeds",
+]

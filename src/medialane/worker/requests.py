@@ -1,0 +1,198 @@
+"""The requests of one gateway at the worker: one task each, from Submit to Released.
+
+A request's task is cancelled at most once: a second cancellation would interrupt the generator while it waits for the
+engine to release the request. Its last step sends Released, so in the same write as the final Output; its done
+callback does so otherwise: a task that is cancelled before its first step never runs any code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+
+from medialane.observability.logging import request_id, trace_id, trace_of
+from medialane.runtime.tasks import TAKER
+from medialane.types.errors import (
+    ErrorReport,
+    GenerationFailed,
+    InvalidFeature,
+    MedialaneError,
+    ProtocolViolation,
+    WorkerBusy,
+    WorkerDraining,
+    report_of,
+    to_report,
+)
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.retry_after import Places
+from medialane.wire.config import RpcConfig
+from medialane.wire.connection import Connection
+from medialane.wire.payload import IncomingPayload, check_size, join
+from medialane.wire.protocol import Failed, Output, Released, Submit, UnreadableSubmit
+from medialane.worker.handler import Handler
+
+
+class _Running:
+    """One request in flight."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.task: asyncio.Task[None] | None = None
+        self.finished = False
+        self._stopped = False
+
+    def stop(self) -> None:
+        if self.task is not None and not self._stopped:
+            self._stopped = True
+            self.task.cancel()
+
+
+class SessionRequests:
+    """`len` is the number of requests that have not been released; `payload` receives the tensors of the next one.
+
+    `request_ids` are those in flight on any connection of the worker: this adds and removes its own. The requests run
+    as tasks of `tasks`, which must have been entered. `on_change` is called when one has started or was released.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        connection: Connection,
+        *,
+        config: RpcConfig,
+        request_ids: set[str],
+        tasks: asyncio.TaskGroup,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._handler = handler
+        self._connection = connection
+        self._max_in_flight = config.max_in_flight
+        self._max_pooled_bytes = config.max_pooled_bytes
+        self._request_ids = request_ids
+        self._tasks = tasks
+        self._on_change = on_change
+        self._running: dict[str, _Running] = {}
+        self._places = Places()
+        self._stopping = False
+        self.payload = IncomingPayload(config.max_frame_bytes)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether `stop` was called and everything has been released."""
+        return self._stopping and not self._running
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those of the requests that run."""
+        return [running.task for running in self._running.values() if running.task is not None]
+
+    def submit(self, message: Submit) -> None:
+        """Start the request, or refuse it."""
+        try:
+            request = join(message.request, self.payload.take()) if message.with_payload else message.request
+            self._check(request.request_id)
+        except MedialaneError as error:
+            self._refuse(message.request.request_id, error)
+        else:
+            self._start(_Running(request))
+
+    def refuse_unreadable(self, message: UnreadableSubmit) -> None:
+        if message.with_payload:
+            self.payload.drop()
+        self._refuse(message.request.request_id, InvalidFeature("the request cannot be decoded"))
+
+    def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:  # else Released was sent before the abort arrived
+            running.stop()
+
+    def stop(self, error: MedialaneError) -> None:
+        """Shut down: fail every request with `error` and cancel it, refuse new ones."""
+        self._stopping = True
+        report = to_report(error)
+        for running in self._running.values():
+            self._fail(running, report)
+            running.stop()
+
+    def cancel(self) -> None:
+        """Cancel every request: the connection is closed."""
+        for running in self._running.values():
+            running.stop()
+
+    def _check(self, request_id: str) -> None:
+        """Raise why a request with this id cannot be started, if it cannot."""
+        if request_id in self._request_ids:
+            raise GenerationFailed("a request with this id is already running")
+        if self._stopping or self._handler.is_draining:
+            raise WorkerDraining("the worker is shutting down")
+        if len(self._running) >= self._max_in_flight:
+            message = "the worker has reached its limit of concurrent requests"
+            raise WorkerBusy(message, retry_after_s=self._places.promise())
+
+    def _refuse(self, request_id: str, error: MedialaneError) -> None:
+        self._connection.send(Failed(request_id, to_report(error)))
+        if request_id not in self._running:  # else Released belongs to the running request with this id
+            self._connection.send(Released(request_id))
+
+    def _start(self, running: _Running) -> None:
+        request_id = running.request.request_id
+        self._running[request_id] = running
+        self._places.take(request_id)
+        self._request_ids.add(request_id)
+        running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
+        running.task.add_done_callback(lambda _: self._ended(running))
+        self._on_change()
+
+    async def _run(self, running: _Running) -> None:
+        TAKER.set(running.request.request_id)
+        request_id.set(running.request.request_id)
+        trace_id.set(trace_of((running.request.trace_headers or {}).get("traceparent", "")))
+        try:
+            async with aclosing(self._handler.run(running.request)) as deltas:
+                async for delta in deltas:
+                    self._send(delta)
+                    running.finished = running.finished or delta.finished
+                    if self._connection.paused:
+                        await self._connection.writable()
+            if not running.finished:
+                raise GenerationFailed("the engine ended the output before it was finished")
+        except WorkerBusy as error:  # it had no place, and waits for one of those that have
+            self._places.withdraw(running.request.request_id)
+            self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._places.promise())))
+        except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
+            self._fail(running, report_of(error, "request"))
+        self._released(running)
+
+    def _send(self, delta: OutputDelta) -> None:
+        if delta.pooled is not None:
+            check_size(delta.pooled, self._max_pooled_bytes)
+        try:
+            self._connection.send(Output(delta))
+        except ProtocolViolation:
+            raise GenerationFailed("one output step exceeds the message size limit") from None
+
+    def _fail(self, running: _Running, report: ErrorReport) -> None:
+        if not running.finished:
+            running.finished = True
+            self._connection.send(Failed(running.request.request_id, report))
+
+    def _ended(self, running: _Running) -> None:
+        # A cancelled task keeps its exception, whose frames refer to `running` and to the tensors that were being read:
+        # a cycle, which would keep shared memory mapped until the next full garbage collection.
+        running.task = None
+        self._released(running)
+
+    def _released(self, running: _Running) -> None:
+        """Idempotent."""
+        request_id = running.request.request_id
+        if self._running.get(request_id) is not running:
+            return
+        del self._running[request_id]
+        self._places.free(request_id)
+        self._request_ids.discard(request_id)
+        self._connection.send(Released(request_id))
+        self._on_change()
