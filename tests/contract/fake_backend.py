@@ -83,7 +83,6 @@ class FakeReferences:
         return wave_bytes(self.samples, sample_rate)
 
     @property
-    @property
     def text_bytes(self):
         return current_scope().extracted.text_bytes
 
