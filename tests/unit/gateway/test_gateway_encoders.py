@@ -45,7 +45,7 @@ def encoder(number, *, is_late):
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_nothing_is_remembered_of_an_encoder_that_left(is_late, caplog):
     """The default name of one contains its process id: each restart has another."""
-    caplog.set_level(logging.CRITICAL, "medialane.gateway.encoders")  # records would hold the names
+    caplog.set_level(logging.CRITICAL, "medialane.gateway")  # records would hold the names
     pool, metrics = WorkerPool([encoder(number, is_late=is_late) for number in (1, 2)]), Metrics(CollectorRegistry())
     encoders = Encoders(
         pool,
