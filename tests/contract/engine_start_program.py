@@ -19,7 +19,7 @@ import torch
 from medialane.runtime.linux import reserve_title
 from medialane.vllm_bridge.engine.engine import build_engine
 from medialane.vllm_bridge.engine.engine_cpu import CpuExecutor
-from medialane.vllm_bridge.warm import warm_imports
+from medialane.vllm_bridge.engine.plugin import warm_imports
 
 FLAGS = [
     "--max-model-len=2048",

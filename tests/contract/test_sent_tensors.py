@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, Mul
 
 from medialane.types.errors import InvalidFeature
 from medialane.types.feature import Feature, PlaceholderRange
-from medialane.vllm_bridge.frontend.feature_files import safetensors_of
+from medialane.vllm_bridge.frontend.client_features import safetensors_of
 from medialane.vllm_bridge.items import decode_item
 from medialane.vllm_bridge.learned import ModelProfile, TensorsReader, normalization_of
 from medialane.vllm_bridge.learned.sent_tensors import MAX_FIELDS

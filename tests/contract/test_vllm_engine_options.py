@@ -9,8 +9,7 @@ from medialane.types.admin import ResetEncoderCache, ResetPrefixCache, Sleep, Wa
 from medialane.types.errors import StartupFailed
 from medialane.types.request import EncoderCard
 from medialane.vllm_bridge.engine import engine_embeddings
-from medialane.vllm_bridge.engine.encoder_card import encoder_digest
-from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
+from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, encoder_digest
 from medialane.vllm_bridge.engine.engine_options import engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import clamp
 from medialane.vllm_bridge.frontend import encode_params

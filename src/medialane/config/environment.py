@@ -93,7 +93,7 @@ _NO_TOKEN: Final = (("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"), ("HF_TOKEN_PATH", os
 _READ_LATER: Final = (
     "VLLM_API_KEY", "VLLM_CPU_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM",
-    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.warm`)
+    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.engine.plugin`)
 )  # fmt: skip
 
 ROLES: Final[Mapping[RoleName, Role]] = {

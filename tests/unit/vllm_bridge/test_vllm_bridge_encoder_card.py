@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge.engine import encoder_card as tested
-from medialane.vllm_bridge.engine.encoder_card import (
+from medialane.vllm_bridge.engine import engine_embeddings as tested
+from medialane.vllm_bridge.engine.engine_embeddings import (
     UnknownEncoder,
     encoder_card,
     encoder_digest,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalFieldElem, MultiModalKwargsItem, PlaceholderRange
 
-from medialane.vllm_bridge.engine import encoder_card as tested
+from medialane.vllm_bridge.engine import engine_embeddings as tested
 
 PLACE = PlaceholderRange(offset=1, length=3)
 

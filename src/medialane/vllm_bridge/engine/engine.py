@@ -68,12 +68,11 @@ from medialane.vllm_bridge.engine.engine_request import (
 )
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
-from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
+from medialane.vllm_bridge.engine.plugin import PrivateFolder, register, show_vllm_lines
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_tensors import ArenaEncoder
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.settings import processor_settings
-from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.encoder_cache import may_span_hosts
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,

@@ -17,7 +17,7 @@ from medialane.runtime.linux import signal_on_parent_death
 from medialane.runtime.phase import Phase, enter_phase, show_phase
 from medialane.types.errors import InvalidFeature
 from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
-from medialane.vllm_bridge.engine.encoder_card import measure
+from medialane.vllm_bridge.engine.engine_embeddings import measure
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.learned.embeds import try_embeds
 from medialane.vllm_bridge.seams import engine_core

@@ -18,10 +18,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
-from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.engine import embedding_connector, engine_cpu
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
 from medialane.vllm_bridge.seams import encoder_cache
+from medialane.vllm_bridge.seams.arguments import parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
 #: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.

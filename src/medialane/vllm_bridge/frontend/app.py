@@ -5,7 +5,6 @@ Its routes: which one serves a request, who may ask for it, and which are not su
 
 from __future__ import annotations
 
-import logging
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
@@ -28,17 +28,8 @@ from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import MedialaneError
 from medialane.types.hashing import MediaHasher, digest
 from medialane.types.media import MODALITIES
-from medialane.vllm_bridge.frontend import (
-    feature_files,
-    generate,
-    pooling_endpoints,
-    prebuilt,
-    render,
-    renderer_hook,
-    speech,
-)
+from medialane.vllm_bridge.frontend import client_features, pooling_endpoints, prebuilt, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
@@ -136,7 +127,11 @@ def _refusal(message: str) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-logger = logging.getLogger(__name__)
+async def _refuse_realtime(websocket: WebSocket) -> None:
+    """Answer the handshake of vLLM's WebSocket for transcription; without a route it would be 403."""
+    message = "transcription in real time is not supported by this gateway: use /v1/audio/transcriptions"
+    error = {"message": message, "type": "NotImplementedError", "param": None, "code": 501}
+    await websocket.send_denial_response(JSONResponse({"error": error}, 501))
 
 
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
@@ -246,7 +241,7 @@ class Frontend:
             renderer_hook.install(self.renderer, backend, self.profile)
         tasks, app = self._app(tasks)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
-        validate_in_thread(is_large, VALIDATION)
+        validate_in_thread()
         count_media_tokens_by(expected_num_tokens)
         replace_authentication(app, access)
         app.user_middleware.extend(inner)
@@ -259,9 +254,9 @@ class Frontend:
         _add_routes(app, pages or {}, actions or {}, endpoints or {})
         fairness = fairness or LoopFairness()
         if self.profile is not None:
-            feature_files.install(app, backend, fairness, self._making(self.profile))
+            client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
-        app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
+        app.add_api_websocket_route("/v1/realtime", _refuse_realtime)
         for path, probe in (probes or {}).items():
             _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
@@ -273,14 +268,14 @@ class Frontend:
         if self.is_pooling:
             pooling_endpoints.install(app.state, self.renderer, backend)
         if "transcription" in tasks:
-            speech.install(app.state, backend)
+            renderer_hook.install_speech(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             renderer_hook.install_inline_rendering(self.renderer, backend)
         self._install_scale_out(app, backend, render_payload, fairness)
         client.is_serving = True
         return app
 
-    def _making(self, profile: ModelProfile) -> feature_files.Making:
+    def _making(self, profile: ModelProfile) -> client_features.Making:
         """Return how the values of features are made, for clients."""
         processor = profile.processor
         made_by = {"processor": digest(self.processor_settings)}
@@ -292,7 +287,7 @@ class Frontend:
         if self._has_scale_out:
             has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
             render.install(app, backend, default=payload, fairness=fairness, has_chunks=has_chunks)
-            generate.install(app.state, backend, self.profile, fairness)
+            client_features.serve_generate(app.state, backend, self.profile, fairness)
 
     def _app(self, tasks: tuple[str, ...] | None) -> tuple[tuple[str, ...], Any]:
         """Return the tasks, and vLLM's app for them."""

@@ -18,7 +18,7 @@ from vllm import envs
 
 from medialane.runtime.stop import GIVE_UP_S, Stop, serve_until_stopped
 from medialane.types.errors import StartupFailed
-from medialane.vllm_bridge.log_level import show_vllm_lines
+from medialane.vllm_bridge.engine.plugin import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,
     configure_logging_from_args,
