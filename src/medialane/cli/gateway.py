@@ -77,6 +77,9 @@ from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
+from medialane.vllm_bridge.frontend.http_server import serve_http
+from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
+from medialane.vllm_bridge.items.options import check_model_io
 from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.protocol import Hello
 from medialane.wire.security import is_loopback
@@ -210,8 +213,9 @@ async def _serve_http(reloading: Reloading, components: Components, app: Any, *,
         return server
 
     async with watched(lambda: "stopping" if stop.asked.is_set() else str(components.health())):
-        await frontend.serve(
+        await serve_http(
             app,
+            frontend.args,
             sock,
             stop,
             drain_timeout_s=config.stop.drain_timeout_s,
@@ -308,7 +312,7 @@ def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack
         return None
     tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
     stack.push_async_callback(tracing.close)
-    return RequestTracing(tracing, frontend.served_model)
+    return RequestTracing(tracing, frontend.model_name)
 
 
 def _counts(addresses: GatewayAddresses) -> SharedCounts:
@@ -348,7 +352,7 @@ def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
         return msgspec.structs.replace(config, stage=RAW_STAGE)
     stage = prepared_stage(config.stage)
     if stage.is_decoded:
-        frontend.check_media_options()
+        check_model_io(frontend.config.model_config)
     if not profile.unfit or not stage.is_processed:
         return config
     if config.stage != "auto" or stage.instead is None:
@@ -434,10 +438,12 @@ def gateway_of(components: Components) -> Gateway:
 
 
 def _plain_hashes(components: Components, features: StoreFeatures) -> PlainHashes | None:
-    hasher = components.frontend.media_hasher() if components.gateway_config.render_only else None
-    if hasher is None:
+    profile = components.frontend.profile
+    if profile is None or not components.gateway_config.render_only:
         return None
-    return PlainHashes(hasher, features, fairness=components.fairness, media=components.config.media)
+    return PlainHashes(
+        VllmMediaHasher(profile.processor), features, fairness=components.fairness, media=components.config.media
+    )
 
 
 async def gateway_app(

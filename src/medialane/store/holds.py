@@ -40,7 +40,7 @@ from medialane.store.messages import (
     PullEntries,
     PullsGranted,
 )
-from medialane.types.feature import Copied, Embedding, FoundEmbedding, RemoteEntry, WantedEmbedding
+from medialane.types.feature import Embedding, FoundEmbedding, LocalCopy, RemoteEntry, WantedEmbedding
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 
@@ -299,7 +299,7 @@ class StoreEntries:
         self._passed = PassedHolds(link)
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
         #: Copies of entries of other hosts, by the original's range.
-        self._copies: HoldCache[ArenaRange, Copied] = HoldCache(link, retention_s=retention_s)
+        self._copies: HoldCache[ArenaRange, LocalCopy] = HoldCache(link, retention_s=retention_s)
         #: Embeddings that are cached in the store, by key.
         self._embeddings: HoldCache[str, TensorDescriptor] = HoldCache(link, retention_s=retention_s)
         #: Those that were passed with requests, by request and key.
@@ -332,9 +332,9 @@ class StoreEntries:
                     holds.callback(self._holds.add(entry, hold_id, entry, None).release)
             return EntriesHold(holds.pop_all())
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[Copied]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[LocalCopy]]:
         with ExitStack() as holds:
-            copies: dict[ArenaRange, Copied] = {}
+            copies: dict[ArenaRange, LocalCopy] = {}
             for entry in entries:
                 if (hold := self._copies.use(entry.range)) is not None:
                     holds.callback(hold.release)

@@ -73,7 +73,7 @@ from medialane.types.errors import (
     StoreUnavailable,
     to_report,
 )
-from medialane.types.feature import Copied, Feature, Hold
+from medialane.types.feature import Feature, Hold, LocalCopy
 from medialane.types.hashing import digest
 from medialane.types.media import EncodedMedia, MediaRef
 from medialane.types.media_lease import LeasedMedia
@@ -408,7 +408,7 @@ class StoreSession:
     async def _pull(self, call: PullEntries) -> Reply:
         """Hold copies of the entries. All or none."""
         leases = await self._with_memory(partial(self._pulls.pull, call.entries))
-        copies = [Copied(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
+        copies = [LocalCopy(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
         return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], copies)
 
     async def _with_memory(self, find: Callable[[], Awaitable[T]], *, may_wait: bool = True) -> T:

@@ -8,7 +8,7 @@ alone follow the figures of a side and whether the answers agree: the `report`, 
 table.
 """
 
-from medialane.tools.compare.comparison import Comparison, Pace, sides_of
+from medialane.tools.compare.comparison import Pace, TrafficComparison, sides_of
 from medialane.tools.compare.journal import Journal, Manifest, Turn, TurnFacts
 from medialane.tools.compare.reply import Reply, Served, read_document, read_stream
 from medialane.tools.compare.report import CompareReport, Slo, make_report, show
@@ -16,7 +16,6 @@ from medialane.tools.compare.traffic import Traffic, TrafficRequest, UnusableLin
 
 __all__ = [
     "CompareReport",
-    "Comparison",
     "Journal",
     "Manifest",
     "Pace",
@@ -24,6 +23,7 @@ __all__ = [
     "Served",
     "Slo",
     "Traffic",
+    "TrafficComparison",
     "TrafficRequest",
     "Turn",
     "TurnFacts",

@@ -51,7 +51,7 @@ MAX_EVENTS_AT_ONCE = 1024
 END = b"\xff" * 8
 
 
-class Published(msgspec.Struct, frozen=True, array_like=True):
+class PublishedBatch(msgspec.Struct, frozen=True, array_like=True):
     """vLLM's KVEventBatch. Unknown fields of events are ignored."""
 
     ts: float
@@ -120,7 +120,7 @@ class RankReader:
         self._listener = listener
         self._next = 0  # the number of the next batch to apply
         self._last_live = -1
-        self._decoder = msgspec.msgpack.Decoder(Published)
+        self._decoder = msgspec.msgpack.Decoder(PublishedBatch)
         self._num_unanswered = 0
         self._live: zmq.asyncio.Socket = context.socket(zmq.SUB)
         self._replay: zmq.asyncio.Socket = context.socket(zmq.DEALER)

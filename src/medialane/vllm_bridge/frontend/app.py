@@ -5,7 +5,6 @@ Its routes: which one serves a request, who may ask for it, and which are not su
 
 from __future__ import annotations
 
-import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
@@ -23,18 +22,14 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.prepare.processor import Assembler
-from medialane.runtime.stop import Stop
 from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import MedialaneError
-from medialane.types.hashing import MediaHasher, digest
+from medialane.types.hashing import digest
 from medialane.types.media import MODALITIES
 from medialane.vllm_bridge.frontend import client_features, pooling_endpoints, prebuilt, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
-from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
-from medialane.vllm_bridge.items.options import check_model_io
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, normalization_of
 from medialane.vllm_bridge.seams.api_server import (
@@ -187,12 +182,6 @@ class Frontend:
         return bool(self.config.scheduler_config.policy == "priority")
 
     @property
-    def served_model(self) -> str:
-        """The first name under which clients know the model."""
-        served = self.config.model_config.served_model_name
-        return str(served[0] if isinstance(served, list) else served)
-
-    @property
     def takes_media(self) -> bool:
         return self.profile is not None
 
@@ -200,18 +189,6 @@ class Frontend:
     def max_headers(self) -> int:
         """Maximum number of header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
-
-    def media_hasher(self) -> MediaHasher | None:
-        """Return what computes the hashes of plain vLLM; None for a text-only model."""
-        return None if self.profile is None else VllmMediaHasher(self.profile.processor)
-
-    @property
-    def _has_scale_out(self) -> bool:
-        return bool(self.args.enable_scale_out or self.args.tokens_only)
-
-    def check_media_options(self) -> None:
-        """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
-        check_model_io(self.config.model_config)
 
     async def app(
         self,
@@ -271,7 +248,10 @@ class Frontend:
             renderer_hook.install_speech(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             renderer_hook.install_inline_rendering(self.renderer, backend)
-        self._install_scale_out(app, backend, render_payload, fairness)
+        if self.args.enable_scale_out or self.args.tokens_only:
+            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
+            render.install(app, backend, default=render_payload, fairness=fairness, has_chunks=has_chunks)
+            client_features.serve_generate(app.state, backend, self.profile, fairness)
         client.is_serving = True
         return app
 
@@ -281,14 +261,6 @@ class Frontend:
         made_by = {"processor": digest(self.processor_settings)}
         return {modality: {**made_by, **normalization_of(processor, modality)} for modality in MODALITIES}
 
-    def _install_scale_out(
-        self, app: Any, backend: RequestBackend, payload: render.Payload, fairness: LoopFairness
-    ) -> None:
-        if self._has_scale_out:
-            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
-            render.install(app, backend, default=payload, fairness=fairness, has_chunks=has_chunks)
-            client_features.serve_generate(app.state, backend, self.profile, fairness)
-
     def _app(self, tasks: tuple[str, ...] | None) -> tuple[tuple[str, ...], Any]:
         """Return the tasks, and vLLM's app for them."""
         if self._routes is not None and self._tasks is not None and tasks in (None, self._tasks):
@@ -297,29 +269,6 @@ class Frontend:
         if tasks is None:
             raise ValueError("the tasks of a model for pooling are those of its workers")
         return tasks, prebuilt.routes_of(self.args, self.config, tasks)
-
-    async def serve(
-        self,
-        app: Any,
-        sock: socket.socket,
-        stop: Stop,
-        *,
-        drain_timeout_s: float,
-        give_up: Callable[[], None],
-        server_of: ServerFactory,
-        logs_requests: bool = True,
-    ) -> None:
-        """See `serve_http`."""
-        await serve_http(
-            app,
-            self.args,
-            sock,
-            stop,
-            drain_timeout_s=drain_timeout_s,
-            give_up=give_up,
-            server_of=server_of,
-            logs_requests=logs_requests,
-        )
 
 
 RouteHandler = Callable[[Request], Awaitable[Response]]

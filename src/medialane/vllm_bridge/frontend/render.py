@@ -82,10 +82,24 @@ def install(
     """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none. With
     `has_chunks`, vLLM's own name for the model's images is `vision_chunk`."""
     render_by(app.state, _Hooks(default, has_chunks=has_chunks))
+
+    def answering(endpoint: Any) -> Any:
+        """Return an ASGI app that sends the answers of `endpoint` by a `RenderAnswer`."""
+
+        async def answer(scope: Any, receive: Any, send: Send) -> None:
+            rendered = RenderAnswer(backend, fairness, send)
+            token = _CURRENT.set(rendered)
+            try:
+                await endpoint(scope, receive, rendered.send)
+            finally:
+                _CURRENT.reset(token)
+
+        return answer
+
     routes = app.router.routes
     rendering = [route for route in routes if isinstance(route, Route) and route.path.endswith(RENDER)]
     for route in rendering:
-        route.app = _Answering(route.app, backend, fairness)
+        route.app = answering(route.app)
     # The first ones: each before them costs a request a regular expression, twice, which is a tenth of a render's time.
     routes[:] = [*rendering, *(route for route in routes if route not in rendering)]
 
@@ -110,23 +124,6 @@ class _Hooks:
 
     def shorten(self, rendered: Any) -> None:
         _CURRENT.get().shorten(rendered)
-
-
-class _Answering:
-    """An ASGI app that sends the answers of `app` by a `RenderAnswer`."""
-
-    def __init__(self, app: Any, backend: RequestBackend, fairness: LoopFairness) -> None:
-        self._app = app
-        self._backend = backend
-        self._fairness = fairness
-
-    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        answer = RenderAnswer(self._backend, self._fairness, send)
-        token = _CURRENT.set(answer)
-        try:
-            await self._app(scope, receive, answer.send)
-        finally:
-            _CURRENT.reset(token)
 
 
 class RenderAnswer:
