@@ -32,8 +32,8 @@ from medialane.vllm_bridge.items import (
 from medialane.vllm_bridge.items.features import INLINE_BYTES
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.learned.assembler import placeholder_ranges
+from medialane.vllm_bridge.learned.item_shape import trial_image
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
-from medialane.vllm_bridge.learned.trial_items import trial_image
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 IMAGE = "<|image_pad|>"

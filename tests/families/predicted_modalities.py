@@ -21,9 +21,9 @@ from medialane.testing.tiny_model import cache_folder
 from medialane.types.media import MediaSize, Modality
 from medialane.vllm_bridge.items import NO_OPTIONS, expand_marks
 from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.item_shape import trial_audio, trial_video
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
 from medialane.vllm_bridge.learned.sized_headers import noise
-from medialane.vllm_bridge.learned.trial_items import trial_audio, trial_video
 from medialane.vllm_bridge.seams.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import processor_of
 

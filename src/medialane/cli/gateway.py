@@ -78,7 +78,7 @@ from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.vllm_bridge.frontend.http_server import serve_http
-from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
+from medialane.vllm_bridge.frontend.render import VllmMediaHasher
 from medialane.vllm_bridge.items.options import check_model_io
 from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.protocol import Hello

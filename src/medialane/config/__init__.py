@@ -18,11 +18,10 @@ from medialane.config.environment import (
     worker_environ,
 )
 from medialane.config.loading import ModelTable, TableRules, load_config, load_models, parse_size
-from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
+from medialane.config.reloading import SettingsChange, SettingsSource
 from medialane.config.settings import ClusterConfig, Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
-    "LIVE",
     "ClusterConfig",
     "Config",
     "ModelTable",

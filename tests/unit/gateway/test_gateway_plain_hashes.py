@@ -71,9 +71,6 @@ class Hasher:
         self.decodes = decodes
         self.items = []
 
-    def has_name(self, ref):
-        return ref.alias is not None
-
     def needs_decoding(self, item):
         return self.decodes
 

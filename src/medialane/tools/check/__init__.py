@@ -4,10 +4,9 @@
 process of its own, and alone imports vLLM.
 """
 
-from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Upload, reason_in
+from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Upload
 from medialane.tools.check.client import CheckClient
 from medialane.tools.check.display import show, show_tensors
-from medialane.tools.check.media import items_named
 from medialane.tools.check.results import CaseResult, CheckReport, compare, decode, encode
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import (
@@ -15,15 +14,12 @@ from medialane.tools.check.servers import (
     CheckSetup,
     Launch,
     ServerProcess,
-    Start,
     free_port,
     log_tail,
-    medialane_process,
-    plain_process,
     plain_vllm,
     server_process,
 )
-from medialane.tools.check.tensors import TensorReport, compare_tensors
+from medialane.tools.check.tensors import TensorReport
 
 __all__ = [
     "Answer",
@@ -37,20 +33,14 @@ __all__ = [
     "Launch",
     "Request",
     "ServerProcess",
-    "Start",
     "TensorReport",
     "Upload",
     "compare",
-    "compare_tensors",
     "decode",
     "encode",
     "free_port",
-    "items_named",
     "log_tail",
-    "medialane_process",
-    "plain_process",
     "plain_vllm",
-    "reason_in",
     "run_check",
     "server_process",
     "show",

@@ -11,11 +11,10 @@ table.
 from medialane.tools.compare.comparison import Pace, TrafficComparison, sides_of
 from medialane.tools.compare.journal import Journal, Manifest, Turn, TurnFacts
 from medialane.tools.compare.reply import Reply, Served, read_document, read_stream
-from medialane.tools.compare.report import CompareReport, Slo, make_report, show
+from medialane.tools.compare.report import Slo, make_report, show
 from medialane.tools.compare.traffic import Traffic, TrafficRequest, UnusableLine, read_traffic
 
 __all__ = [
-    "CompareReport",
     "Journal",
     "Manifest",
     "Pace",

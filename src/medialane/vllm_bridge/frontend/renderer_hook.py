@@ -56,9 +56,8 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaRef, Modality
-from medialane.vllm_bridge.frontend.render import current_answer
+from medialane.vllm_bridge.frontend.render import HashFactors, current_answer
 from medialane.vllm_bridge.frontend.request_backend import Generation, MediaReferences, RequestBackend
-from medialane.vllm_bridge.items.media_hash import HashFactors
 from medialane.vllm_bridge.items.mistral_chat import tokenizes_blanks
 from medialane.vllm_bridge.items.options import check_options, check_processor_options, final_io, item_options, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
