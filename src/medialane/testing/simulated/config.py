@@ -59,12 +59,5 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise StartupFailed with the name of an invalid setting."""
         check_bounds(self)
         # Like vLLM at start-up: otherwise a request of this length could never run.
-        _require(
-            (self.num_kv_blocks - 1) * self.block_size >= self.max_model_len,
-            "num_kv_blocks minus one must hold max_model_len tokens",
-        )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise StartupFailed(message)
+        if (self.num_kv_blocks - 1) * self.block_size < self.max_model_len:
+            raise StartupFailed("num_kv_blocks minus one must hold max_model_len tokens")

@@ -34,6 +34,7 @@ from medialane.types.errors import FeatureUnsupported, InvalidRequest, InvalidVi
 from medialane.types.media import MODALITIES, AudioSamples, Decoded, FrameBatch, Image, MediaSize, Video
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, HeaderWriter, decode_options
+from medialane.vllm_bridge.items.options import model_io
 from medialane.vllm_bridge.seams.multimodal import (
     OpenCVError,
     VideoLoader,
@@ -150,7 +151,7 @@ class VllmFrameSampler:
     """
 
     def __init__(self, model_config: Any, *, max_sampled_frames: int = 768) -> None:
-        given = (model_config.multimodal_config and model_config.multimodal_config.media_io_kwargs) or {}
+        given = model_io(model_config)
         self._own: dict[str, Any] = dict(given.get("video") or {})
         self._image: dict[str, Any] = dict(given.get("image") or {})
         self._backend = video_backend(model_config)

@@ -56,7 +56,7 @@ class Mortal:
 
 
 def opened(mortal, **options):
-    return RevivedServer.opened("plain vLLM", mortal.start, CheckProgress(Console(quiet=True)), settle_s=0.0, **options)
+    return RevivedServer("plain vLLM", mortal.start, CheckProgress(Console(quiet=True)), settle_s=0.0, **options)
 
 
 async def test_server_that_a_request_ends_answers_the_next_one():

@@ -108,7 +108,7 @@ def check(monkeypatch, tmp_path):
 
         def opened(fake, *, wants_report):
             start = partial(started, fake, wants_report=wants_report)
-            return RevivedServer.opened("a server", start, CheckProgress(Console(quiet=True)))
+            return RevivedServer("a server", start, CheckProgress(Console(quiet=True)))
 
         @asynccontextmanager
         async def started(fake, _number, *, wants_report):
