@@ -62,8 +62,10 @@ class Server:
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
             access=with_keys(AccessKeys.load(GatewayConfig(), server.frontend.api_keys)),
             inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
-            pages={"/medialane/decisions": server.backend.page},
-            actions={"POST /medialane/publish": server.backend.publish_images},
+            actions={
+                "POST /medialane/publish": server.backend.publish_images,
+                "GET /medialane/decisions": server.backend.page,
+            },
             tasks=tasks,
             fairness=server.fairness,
             **options,

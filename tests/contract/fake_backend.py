@@ -158,7 +158,7 @@ class FakeBackend(FakePromptMedia, FakeReferences, FakeGeneration):
     def sending(self, num_bytes):
         return nullcontext()
 
-    def page(self, query):
+    async def page(self, query):
         """A medialane endpoint, as `Frontend.app` expects it."""
         if "limit" not in query:
             raise InvalidRequest("limit must be a whole number from 1", param="limit")

@@ -517,6 +517,7 @@ async def gateway_app(
         ask_others=ask_others,
         is_stopping=components.is_stopping,
     )
+    actions["GET /medialane/decisions"] = operators.decisions
     endpoints: dict[str, Any] = dict(media.routes) if components.frontend.takes_media else {}
     if components.gateway_config.page:
         endpoints |= operators.routes
@@ -547,7 +548,6 @@ async def gateway_app(
                 keeps_bodies=components.recorder is not None,
             ),
         ],
-        pages={"/medialane/decisions": operators.decisions},
         actions=actions,
         endpoints=endpoints,
         probes={

@@ -129,10 +129,7 @@ async def _refuse_realtime(websocket: WebSocket) -> None:
     await websocket.send_denial_response(JSONResponse({"error": error}, 501))
 
 
-#: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
-Page = Callable[[Mapping[str, str]], bytes]
-
-#: Serves a request with JSON, from the parameters of its path. Raises MedialaneError.
+#: Serves a request with JSON, from the parameters of its path and query. Raises MedialaneError.
 Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
 #: Returns HTTP status and body.
@@ -197,7 +194,6 @@ class Frontend:
         outer: Middleware,
         access: Callable[[RouteOf], Middleware],
         inner: Sequence[Middleware],
-        pages: Mapping[str, Page] | None = None,
         actions: Mapping[str, Action] | None = None,
         endpoints: Mapping[str, ASGIApp] | None = None,
         probes: Mapping[str, Probe] | None = None,
@@ -208,10 +204,10 @@ class Frontend:
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
-        an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
-        ("POST /path/{parameter}"), like `endpoints`, which respond themselves or raise MedialaneError; `probes` are
-        those of health, by path, of which `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the
-        workers, by default what a model that generates supports. With `render_only` there are none, and calls that need
+        an error recorded in `backend`. `actions` are medialane's, by method and path ("POST /path/{parameter}"), like
+        `endpoints`, which respond themselves or raise MedialaneError; `probes` are those of health, by path, of which
+        `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the workers, by default what a model
+        that generates supports. With `render_only` there are none, and calls that need
         one are refused. For `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
@@ -228,7 +224,7 @@ class Frontend:
             return Response(status_code=error.status)  # `inner` gives it the form of its API
 
         app.add_exception_handler(MedialaneError, record_error)
-        _add_routes(app, pages or {}, actions or {}, endpoints or {})
+        _add_routes(app, actions or {}, endpoints or {})
         fairness = fairness or LoopFairness()
         if self.profile is not None:
             client_features.serve_files(app, backend, fairness, self._making(self.profile))
@@ -271,14 +267,7 @@ class Frontend:
         return tasks, prebuilt.routes_of(self.args, self.config, tasks)
 
 
-RouteHandler = Callable[[Request], Awaitable[Response]]
-
-
-def _add_routes(
-    app: Any, pages: Mapping[str, Page], actions: Mapping[str, Action], endpoints: Mapping[str, ASGIApp]
-) -> None:
-    for path, page in pages.items():
-        app.add_api_route(path, _page_handler(page), **_described(page))
+def _add_routes(app: Any, actions: Mapping[str, Action], endpoints: Mapping[str, ASGIApp]) -> None:
     for route, action in actions.items():
         method, _, path = route.partition(" ")
         summary = (action.__doc__ or "").partition("\n")[0]
@@ -288,16 +277,10 @@ def _add_routes(
         app.router.routes.append(Route(path, endpoint, methods=[method], include_in_schema=False))
 
 
-def _page_handler(page: Page) -> RouteHandler:
+def _action_handler(action: Action) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
-        return Response(page(request.query_params), media_type="application/json")
-
-    return respond
-
-
-def _action_handler(action: Action) -> RouteHandler:
-    async def respond(request: Request) -> Response:
-        return Response(await action(request.path_params), media_type="application/json")
+        body = await action({**request.query_params, **request.path_params})
+        return Response(body, media_type="application/json")
 
     return respond
 
@@ -329,28 +312,3 @@ class _WhileReady:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self._backend.check_ready()
         await self._app(scope, receive, send)
-
-
-def _described(page: Page) -> dict[str, Any]:
-    """Return the page's entry in the app's OpenAPI document."""
-    return {
-        "methods": ["GET"],
-        "summary": (page.__doc__ or "").partition("\n")[0],
-        "tags": ["medialane"],
-        "response_class": JSONResponse,
-        "responses": {
-            400: {"description": "A parameter is wrong"},
-            401: {"description": "The key is missing"},
-            403: {"description": "The admin key is needed"},
-        },
-        "openapi_extra": {
-            "parameters": [
-                {
-                    "name": "limit",
-                    "in": "query",
-                    "required": False,
-                    "schema": {"type": "integer", "minimum": 1, "default": 100},
-                }
-            ]
-        },
-    }
