@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.tools.check import CheckReport, decode
+from medialane.tools.check import CheckReport
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -142,7 +142,7 @@ def main(words: list[str]) -> None:
     rows = load()
     for folder in words:
         for report in sorted(Path(folder).glob("*.json")):
-            rows[report.stem] = row_of(decode(report.read_bytes()))
+            rows[report.stem] = row_of(msgspec.json.decode(report.read_bytes(), type=CheckReport))
     document = msgspec.json.encode({name: rows[name] for name in sorted(rows.keys() & _families())})
     ROWS.write_bytes(msgspec.json.format(document, indent=1) + b"\n")
     PAGE.write_text(page(load()))

@@ -7,7 +7,7 @@ process of its own, and alone imports vLLM.
 from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Upload
 from medialane.tools.check.client import CheckClient
 from medialane.tools.check.display import show, show_tensors
-from medialane.tools.check.results import CaseResult, CheckReport, compare, decode, encode
+from medialane.tools.check.results import CaseResult, CheckReport, compare, encode
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import (
     CheckProgress,
@@ -36,7 +36,6 @@ __all__ = [
     "TensorReport",
     "Upload",
     "compare",
-    "decode",
     "encode",
     "free_port",
     "log_tail",

@@ -362,7 +362,7 @@ class VllmEngine:
         """Stop EngineCore and its children. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._reader.close()
+            self._reader.sources.close()
             await self.events.close()
             stop_listening(self.llm)
             await asyncio.get_running_loop().run_in_executor(None, self.llm.shutdown)

@@ -18,7 +18,8 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
-from medialane.vllm_bridge.engine import embedding_connector, engine_cpu
+from medialane.vllm_bridge.engine import engine_cpu
+from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
 from medialane.vllm_bridge.seams import encoder_cache
 from medialane.vllm_bridge.seams.arguments import parse_vllm_args
@@ -78,10 +79,8 @@ def keep_embeddings(
     reason = "--encode-cache off" if wanted == "off" else unfit
     if reason:
         return checked(wanted, reason, role)
-    name = embedding_connector.EmbeddingConnector.__name__
-    extra = {embedding_connector.DIRECTORY: arena_directory}
-    module = embedding_connector.__name__
-    encoder_cache.connect(config, module=module, connector=name, extra=extra, only_encodes=only_encodes)
+    extra = {DIRECTORY: arena_directory}
+    encoder_cache.connect(config, EmbeddingConnector, extra, only_encodes=only_encodes)
     return ""
 
 

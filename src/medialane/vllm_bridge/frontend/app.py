@@ -301,14 +301,12 @@ def _list_models_while_ready(app: Any, backend: Generation) -> None:
     for readiness, which it is with plain vLLM."""
     for route in app.routes:
         if isinstance(route, Route) and route.path == "/v1/models":
-            route.app = _WhileReady(backend, route.app)
+            route.app = _while_ready(backend, route.app)
 
 
-class _WhileReady:
-    def __init__(self, backend: Generation, app: ASGIApp) -> None:
-        self._backend = backend
-        self._app = app
+def _while_ready(backend: Generation, app: ASGIApp) -> ASGIApp:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        backend.check_ready()
+        await app(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self._backend.check_ready()
-        await self._app(scope, receive, send)
+    return answer

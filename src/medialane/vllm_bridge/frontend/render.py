@@ -48,6 +48,7 @@ from medialane.vllm_bridge.seams.multimodal import decoded_video, encoded_image,
 from medialane.vllm_bridge.seams.scale_out import (
     RENDER,
     Buffer,
+    RenderServing,
     accept_payloads,
     encoded_item,
     metadata_of,
@@ -97,7 +98,7 @@ def install(
 ) -> None:
     """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none. With
     `has_chunks`, vLLM's own name for the model's images is `vision_chunk`."""
-    render_by(app.state, _Hooks(default, has_chunks=has_chunks))
+    render_by(app.state, lambda own: _Rendering(own, default, has_chunks=has_chunks))
 
     def answering(endpoint: Any) -> Any:
         """Return an ASGI app that sends the answers of `endpoint` by a `RenderAnswer`."""
@@ -120,10 +121,11 @@ def install(
     routes[:] = [*rendering, *(route for route in routes if route not in rendering)]
 
 
-class _Hooks:
-    """What vLLM's handlers call for the current answer (a `RenderHooks`)."""
+class _Rendering(RenderServing):
+    """vLLM's handlers, which call these methods for the current answer."""
 
-    def __init__(self, default: Payload, *, has_chunks: bool) -> None:
+    def __init__(self, own: Any, default: Payload, *, has_chunks: bool) -> None:
+        super().__init__(own)
         self._default = default
         self._has_chunks = has_chunks
 

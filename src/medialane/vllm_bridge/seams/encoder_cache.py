@@ -68,9 +68,9 @@ _EMBEDS = "enable_mm_embeds"
 
 
 def connect(
-    config: VllmConfig, *, module: str, connector: str, extra: Mapping[str, Any], only_encodes: bool = False
+    config: VllmConfig, connector: type[ECConnectorBase], extra: Mapping[str, Any], *, only_encodes: bool
 ) -> None:
-    """Make the engine use the connector class `connector` of `module` for loading and saving embeddings.
+    """Make the engine use this connector for loading and saving embeddings; it gets the settings `extra`.
 
     Set in a configuration that is complete: vLLM would set `enable_mm_embeds` for a connector that is given to it
     before, and change what clients may send (`restore_inputs`). Not as a producer: those measure their encoder with
@@ -79,10 +79,10 @@ def connect(
     """
     extra = {**extra, _EMBEDS: config.model_config.multimodal_config.enable_mm_embeds}
     config.ec_transfer_config = ECTransferConfig(
-        ec_connector=connector,
+        ec_connector=connector.__name__,
         ec_role="ec_producer" if only_encodes else "ec_consumer",
-        ec_connector_module_path=module,
-        ec_connector_extra_config=dict(extra),
+        ec_connector_module_path=connector.__module__,
+        ec_connector_extra_config=extra,
     )
 
 

@@ -1,4 +1,6 @@
-from medialane.tools.check import Answer, Case, CheckReport, EndpointKind, Request, decode, encode
+import msgspec
+
+from medialane.tools.check import Answer, Case, CheckReport, EndpointKind, Request, encode
 from medialane.tools.check.results import judge, weak_notes
 
 KIND = EndpointKind("chat", "/chat", lambda _limits: ())
@@ -88,7 +90,7 @@ def test_report_of_refusals_alone_does_not_pass():
 def test_report_counts_stages_and_survives_json():
     report = report_of(judged(good(report=REPORT), good()), judged(refusal(), refusal()))
     assert report.stages == {"features (shm)": 1}
-    assert decode(encode(report)) == report
+    assert msgspec.json.decode(encode(report), type=CheckReport) == report
 
 
 def test_report_counts_what_became_of_embeddings():
