@@ -4,7 +4,7 @@
 process of its own, and alone imports vLLM.
 """
 
-from medialane.tools.check.case import Answer, Case, EndpointKind, Request, Upload
+from medialane.tools.check.case import Answer, Case, CaseRequest, EndpointKind, Upload
 from medialane.tools.check.client import CheckClient
 from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.results import CaseResult, CheckReport, compare, encode
@@ -24,6 +24,7 @@ from medialane.tools.check.tensors import TensorReport
 __all__ = [
     "Answer",
     "Case",
+    "CaseRequest",
     "CaseResult",
     "CheckClient",
     "CheckProgress",
@@ -31,7 +32,6 @@ __all__ = [
     "CheckSetup",
     "EndpointKind",
     "Launch",
-    "Request",
     "ServerProcess",
     "TensorReport",
     "Upload",

@@ -33,7 +33,7 @@ from medialane.cluster.vllm_flags import has_flag
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.private_files import private
 from medialane.runtime.tasks import gather_or_cancel
-from medialane.tools.check.case import Answer, Request
+from medialane.tools.check.case import Answer, CaseRequest
 from medialane.tools.check.client import CheckClient
 from medialane.types.errors import StartupFailed
 
@@ -286,7 +286,7 @@ class RevivedServer:
     async def __aexit__(self, *_error: object) -> None:
         await self._running.aclose()
 
-    async def post(self, request: Request) -> Answer:
+    async def post(self, request: CaseRequest) -> Answer:
         """Send a request. If it ends the server, that is started again before this returns. Raises StartupFailed if it
         does not start, or has been started too often."""
         answer = await self.client.post(request)

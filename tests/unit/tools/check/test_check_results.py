@@ -1,10 +1,10 @@
 import msgspec
 
-from medialane.tools.check import Answer, Case, CheckReport, EndpointKind, Request, encode
+from medialane.tools.check import Answer, Case, CaseRequest, CheckReport, EndpointKind, encode
 from medialane.tools.check.results import judge, weak_notes
 
 KIND = EndpointKind("chat", "/chat", lambda _limits: ())
-CASE = Case("image, an option", lambda: Request("/chat"), varies="one image")
+CASE = Case("image, an option", lambda: CaseRequest("/chat"), varies="one image")
 REPORT = {"stage": "features", "transport": "shm", "items": [{"cache": "hit"}, {"cache": "miss"}]}
 
 
