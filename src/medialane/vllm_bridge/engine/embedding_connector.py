@@ -44,8 +44,8 @@ from medialane.vllm_bridge.seams.encoder_cache import (
     ECConnectorWorkerMetadata,
     Request,
     SchedulerOutput,
+    get_tensor_model_parallel_rank,
     restore_inputs,
-    tensor_parallel_rank,
 )
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]  # vllm is not 
             self.clock = StepClock()
             return
         directory = vllm_config.ec_transfer_config.ec_connector_extra_config[DIRECTORY]
-        self._copies = EmbeddingCopies(RESOLVER.tensor, directory, saves=tensor_parallel_rank() == 0)
+        self._copies = EmbeddingCopies(RESOLVER.tensor, directory, saves=get_tensor_model_parallel_rank() == 0)
         self._cache: dict[str, torch.Tensor] = {}
         self._step = StepEmbeddings()
 

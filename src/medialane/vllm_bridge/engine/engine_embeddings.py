@@ -251,12 +251,8 @@ def encoder_digest(config: VllmConfig) -> str:
 def _media_settings(media: Any) -> list[str]:
     """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
     normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
-    names = [field.name for field in fields(media)]
-    return [name for name in names if _is_of_encoder(name)]
-
-
-def _is_of_encoder(name: str) -> bool:
-    return name == "mm_device_do_normalize" or (name.startswith("mm_encoder_") and name != "mm_encoder_only")
+    own = [field.name for field in fields(media) if field.name.startswith("mm_encoder_")]
+    return ["mm_device_do_normalize", *(name for name in own if name != "mm_encoder_only")]
 
 
 def _config(hf_config: Any) -> str:

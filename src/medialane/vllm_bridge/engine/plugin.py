@@ -117,7 +117,6 @@ class PrivateFolder:
 
 #: None starts a thread or uses a device. `tests/contract/test_vllm_warm_imports.py` checks it.
 _MODULES = (
-    "medialane.vllm_bridge.engine.plugin",
     "medialane.vllm_bridge.engine.engine_cpu",
     "vllm.renderers.hf",
     "vllm.v1.core.sched.scheduler",

@@ -30,6 +30,7 @@ from math import prod
 from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
 import pybase64
 from PIL import Image as PILImage
 from starlette.routing import Route
@@ -44,7 +45,7 @@ from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.prepared_input import PreparedItems
-from medialane.vllm_bridge.seams.multimodal import decoded_video, encoded_image, encoded_video, mm_hashes, video_backend
+from medialane.vllm_bridge.seams.multimodal import encoded_image, hashed_video, mm_hashes, video_backend
 from medialane.vllm_bridge.seams.scale_out import (
     RENDER,
     Buffer,
@@ -341,7 +342,8 @@ class VllmMediaHasher:
         if isinstance(item, DecodedItem):
             return self._decoded(item)
         if item.ref.modality == "video":
-            return encoded_video(item.data, _shape(item), self._metadata(item.size.metadata, item))
+            frames = np.broadcast_to(np.uint8(0), _shape(item))
+            return hashed_video(item.data, frames, self._metadata(item.size.metadata, item))
         return encoded_image(item.data, io_config=None if item.is_rgb else _CONVERTED)
 
     def _decoded(self, item: DecodedItem) -> Any:
@@ -350,7 +352,7 @@ class VllmMediaHasher:
             parsed = self._processor.info.parse_mm_data({"audio": [(media.samples, media.sample_rate)]})
             return parsed["audio"].get_item_for_hash(0)
         if isinstance(media, FrameBatch):
-            return decoded_video(item.data, media.frames, self._metadata(media.metadata, item))
+            return hashed_video(item.data, media.frames, self._metadata(media.metadata, item))
         return {"type": "image", "image": PILImage.fromarray(media.pixels), "uuid": None}
 
     def _metadata(self, metadata: bytes, item: EncodedItem | DecodedItem) -> _Mapping:

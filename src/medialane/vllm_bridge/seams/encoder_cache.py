@@ -42,12 +42,12 @@ __all__ = [
     "connect",
     "connector_of",
     "embeddings_of",
+    "get_tensor_model_parallel_rank",
     "mrope_positions",
     "on_every_rank",
     "restore_inputs",
     "sample_inputs",
     "sample_of_embeds",
-    "tensor_parallel_rank",
     "unfit_reason",
 ]
 
@@ -150,10 +150,6 @@ def only_encodes(process: Any) -> bool:
 def on_every_rank(engine_core: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a module's function in each process that runs the model, with its worker as the first argument."""
     return list(engine_core.model_executor.collective_rpc(function, args=args))
-
-
-def tensor_parallel_rank() -> int:
-    return int(get_tensor_model_parallel_rank())
 
 
 def sample_inputs(worker: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from PIL import Image as PILImage
 from transformers.feature_extraction_utils import BatchFeature
@@ -295,13 +294,8 @@ def encoded_image(data: bytes | memoryview, *, io_config: Mapping[str, object] |
     return MediaWithBytes(PILImage.new("RGB", (1, 1)), data, io_config)
 
 
-def encoded_video(data: bytes | memoryview, shape: tuple[int, ...], metadata: Mapping[str, object]) -> Any:
-    """Return a video of vLLM's loader with frames of this shape, which vLLM hashes only if they have fewer bytes than
-    the file."""
-    return MediaWithBytes(np.broadcast_to(np.uint8(0), shape), data), metadata
-
-
-def decoded_video(data: bytes | memoryview, frames: Any, metadata: Mapping[str, object]) -> Any:
+def hashed_video(data: bytes | memoryview, frames: Any, metadata: Mapping[str, object]) -> Any:
+    """Return a video of vLLM's loader, which hashes the frames only if they have fewer bytes than the file."""
     return MediaWithBytes(frames, data), metadata
 
 
