@@ -18,8 +18,8 @@ import torch
 
 from medialane.runtime.linux import reserve_title
 from medialane.vllm_bridge.engine.engine import build_engine
-from medialane.vllm_bridge.engine.engine_cpu import CpuExecutor
 from medialane.vllm_bridge.engine.plugin import warm_imports
+from medialane.vllm_bridge.seams.cpu import CpuExecutor
 
 FLAGS = [
     "--max-model-len=2048",

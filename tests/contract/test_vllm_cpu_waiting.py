@@ -1,4 +1,4 @@
-"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues create their reader's `SpinCondition` by its
+"""The private seam that `vllm_bridge.seams.cpu` leans on: message queues create their reader's `SpinCondition` by its
 name in `shm_broadcast`, and call it to wait between two polls."""
 
 import os
@@ -8,8 +8,8 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-from medialane.vllm_bridge.engine import engine_cpu as cpu_waiting
 from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
+from medialane.vllm_bridge.seams import cpu as cpu_waiting
 
 cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 
-from medialane.vllm_bridge.engine import engine_cpu as cpu_waiting
+from medialane.vllm_bridge.seams import cpu as cpu_waiting
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import GROUPS
 

@@ -56,7 +56,6 @@ from medialane.types.request import (
     WorkerRole,
 )
 from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS, Adapters, plain_name
-from medialane.vllm_bridge.engine.engine_cpu import engines_forked_ahead
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import (
@@ -73,6 +72,7 @@ from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_tensors import ArenaEncoder
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.settings import processor_settings
+from medialane.vllm_bridge.seams.cpu import engines_forked_ahead
 from medialane.vllm_bridge.seams.encoder_cache import may_span_hosts
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,

@@ -18,10 +18,9 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
-from medialane.vllm_bridge.engine import engine_cpu
 from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
-from medialane.vllm_bridge.seams import encoder_cache
+from medialane.vllm_bridge.seams import cpu, encoder_cache
 from medialane.vllm_bridge.seams.arguments import parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
@@ -55,7 +54,7 @@ def engine_args(
     args.kv_events_config = kv_events if role == "worker" else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
     if current_platform.is_cpu() and args.distributed_executor_backend is None and _is_single(args):
-        args.distributed_executor_backend = engine_cpu.QUALIFIED_NAME
+        args.distributed_executor_backend = cpu.QUALIFIED_NAME
     return args
 
 

@@ -57,7 +57,7 @@ def register() -> None:
 
         install()
     if "vllm.distributed.utils" in sys.modules:
-        from medialane.vllm_bridge.engine.engine_cpu import shorten_waits
+        from medialane.vllm_bridge.seams.cpu import shorten_waits
 
         shorten_waits()
 
@@ -117,7 +117,7 @@ class PrivateFolder:
 
 #: None starts a thread or uses a device. `tests/contract/test_vllm_warm_imports.py` checks it.
 _MODULES = (
-    "medialane.vllm_bridge.engine.engine_cpu",
+    "medialane.vllm_bridge.seams.cpu",
     "vllm.renderers.hf",
     "vllm.v1.core.sched.scheduler",
     "vllm.model_executor.layers.quantization.online.base",
