@@ -207,8 +207,8 @@ class Frontend:
         an error recorded in `backend`. `actions` are medialane's, by method and path ("POST /path/{parameter}"), like
         `endpoints`, which respond themselves or raise MedialaneError; `probes` are those of health, by path, of which
         `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the workers, by default what a model
-        that generates supports. With `render_only` there are none, and calls that need
-        one are refused. For `render_payload` and `fairness` see `render.install`."""
+        that generates supports. With `render_only` there are none, and calls that need one are refused. For
+        `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
