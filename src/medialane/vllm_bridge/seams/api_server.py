@@ -201,42 +201,26 @@ def decode_speech_by(state: Any, wrap: Callable[[ToClips, float], ToClips]) -> N
 #: Members of the app's state; each is None if the model has no such task.
 _SERVINGS = ("serving_pooling", "serving_embedding", "serving_classification", "serving_scores")
 
-#: Builds the response: (io_processor, context).
-Postprocess = Callable[..., Any]
 
-
-def servings_of(state: State) -> list[PoolingBaseServing]:
-    """Return the app's pooling endpoints."""
-    return [serving for name in _SERVINGS if (serving := getattr(state, name)) is not None]
-
-
-def io_processors_of(serving: PoolingBaseServing) -> Iterator[PoolingIOProcessor]:
-    """Yield the objects that render the endpoint's prompts: /pooling has one for each task."""
-    attributes = vars(serving)
-    yield from attributes["io_processors"].values() if "io_processors" in attributes else [attributes["io_processor"]]
-
-
-def postprocess_by(serving: PoolingBaseServing, wrap: Callable[[Postprocess], Callable[..., Awaitable[Any]]]) -> None:
-    """Make the endpoint build its responses by `wrap(postprocess)`."""
-    serving._postprocessing_async = wrap(serving._postprocessing)
-
-
-def build_by(serving: PoolingBaseServing, wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Replace the last step of `postprocess`, which gets the context of a request, by `wrap(step)`."""
-    serving._build_response = wrap(serving._build_response)
-
-
-def rendering_with(io_processor: PoolingIOProcessor, renderer: object) -> Callable[..., Any]:
-    """Return the method that renders a prompt, for another renderer."""
-    own = copy.copy(io_processor)
-    own.renderer = renderer
-    render: Callable[..., Any] = own.render
-    return render
-
-
-def render_by(io_processor: PoolingIOProcessor, render: Callable[..., Awaitable[Any]]) -> None:
-    """Make the endpoint render its prompts by `render`."""
-    io_processor.render_async = render
+def change_pooling(
+    state: State,
+    renderer: object,
+    *,
+    build: Callable[[Callable[[Any], Any]], Callable[[Any], Any]],
+    respond: Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]],
+    render: Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]],
+) -> None:
+    """Change the app's pooling endpoints. `build` wraps the last step of a response, which gets the context of a
+    request; `respond` the whole of it (io_processor, context), as a coroutine; `render` the method that renders a
+    prompt with this `renderer`, likewise."""
+    for endpoint in (found for name in _SERVINGS if (found := getattr(state, name)) is not None):
+        endpoint._build_response = build(endpoint._build_response)
+        endpoint._postprocessing_async = respond(endpoint._postprocessing)
+        own = vars(endpoint)  # /pooling has an IO processor for each task
+        for io_processor in own["io_processors"].values() if "io_processors" in own else [own["io_processor"]]:
+            rendering = copy.copy(io_processor)
+            rendering.renderer = renderer
+            io_processor.render_async = render(rendering.render)
 
 
 def rendering_executor(renderer: BaseRenderer) -> Executor:
