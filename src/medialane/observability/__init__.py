@@ -3,7 +3,17 @@
 `tracing` is not imported here: only gateways need OpenTelemetry.
 """
 
-from medialane.observability.collectors import Memory, memory_metric, store_metrics
+from medialane.observability.collectors import (
+    Memory,
+    exit_metrics,
+    memory_metric,
+    prediction_metrics,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    up_metrics,
+    wait_metrics,
+)
 from medialane.observability.logging import (
     ACCESS_LOGGER,
     JsonFormatter,
@@ -25,7 +35,7 @@ from medialane.observability.logging import (
 )
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline, Step, TimelineReport
-from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror, MetricReader
+from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror, MetricReader, engine_metrics
 
 __all__ = [
     "ACCESS_LOGGER",
@@ -47,14 +57,21 @@ __all__ = [
     "as_text",
     "configure",
     "configure_child",
+    "engine_metrics",
+    "exit_metrics",
     "is_access_line",
     "is_json",
     "memory_metric",
+    "prediction_metrics",
+    "queue_metrics",
     "request_id",
+    "routing_metrics",
     "set_level",
     "store_metrics",
     "trace_id",
     "trace_of",
     "unchanged_levels",
+    "up_metrics",
+    "wait_metrics",
     "write_line",
 ]

@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from medialane.gateway.http.asgi import send_response
 from medialane.gateway.workers.pool import WorkerPool
-from medialane.observability.collectors import Memory
+from medialane.observability.collectors import Memory, up_metrics
 from medialane.observability.metrics import Metrics
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror
 from medialane.runtime.tasks import gather_or_cancel
@@ -91,7 +91,7 @@ class GatewayMetrics:
         self._up = {str(i): float(i == index) for i in range(len(sockets))}
         #: What other gateways may ask by `ask_others`, by the path before the query.
         self.answers: dict[str, Callable[[str], Awaitable[bytes]]] = {}
-        metrics.watch_gateways(lambda: self._up)
+        metrics.watch(lambda: up_metrics(self._up), of_host=True)
 
     def page(self) -> bytes:
         """Return the metrics of all gateways, as of the last `refresh`, and of the host."""

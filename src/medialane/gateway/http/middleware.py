@@ -147,7 +147,7 @@ class ScopeMiddleware:
         if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
             self._metrics.observe(request.timeline, record.ttft_ms)
         if request.error_code is not None:
-            self._metrics.count_error(request.error_code)
+            self._metrics.request_errors.labels(request.error_code).inc()
         if self._recorder is not None and (body := request.extracted.body) is not None:
             content_type = _header(scope, b"content-type") or b""
             self._recorder.offer(Recordable(body, request.extracted.refs, request.references, content_type, record))

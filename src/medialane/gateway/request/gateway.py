@@ -299,7 +299,7 @@ class Gateway:
             if self._config.stage != "auto" or stage.instead is None:
                 raise
             logger.warning("a request is sent in stage %s, not %s: %s", stage.instead, stage.name, error.message)
-            self._metrics.count_fallback(stage.name, error.code)
+            self._metrics.transfer_fallbacks.labels(stage.name, error.code).inc()
             _check_options(prompt)
             return await self._prepared(prompt, STAGES[stage.instead], media, scope)
 

@@ -15,7 +15,7 @@ from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.routing import AnnouncedReservation, RoutedRequest, Router, RoutingRequest
+from medialane.routing import AnnouncedRequest, RoutedRequest, Router, RoutingRequest
 from medialane.types.block_hash import prompt_block_ids, token_array
 from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.types.kv_events import BlockIds, KvChange
@@ -94,7 +94,7 @@ class Routes:
         routing_request = self._routing_request(request, prepared, prefix, block_ids, excluded=excluded)
         started = time.perf_counter()
         routed = self._router.pick(routing_request)
-        self._metrics.observe_routing(time.perf_counter() - started)
+        self._metrics.routing_seconds.observe(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
         link = self._workers.links[routed.worker_id]
         return Route(link, link.client, routed, prefix, rank)
@@ -149,9 +149,11 @@ class Routes:
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached, waited_s=first.times.queue_s if first.times is not None else None)
         routed_cached, num_tokens = route.routed.decision.cached_tokens, route.num_prompt_tokens(first)
-        self._metrics.count_prompt(num_tokens, routed_cached=routed_cached, engine_cached=num_cached)
+        for kind, number in (("all", num_tokens), ("routed_cached", routed_cached), ("engine_cached", num_cached or 0)):
+            self._metrics.prompt_tokens.labels(kind).inc(number)
         for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
-            self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
+            outcome = "cached" if span.end <= (num_cached or 0) else "computed"
+            self._metrics.media_items.labels(span.modality, outcome).inc()
         if prepared is not None and first.placed and first.prompt_token_ids is not None:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
         return self._embedding_outcomes(route, first)
@@ -162,10 +164,11 @@ class Routes:
         outcomes = {span.mm_hash: embedding_outcome(span, first) for span in route.prefix.media}
         for span in {span.mm_hash: span for span in route.prefix.media}.values():
             outcome = outcomes[span.mm_hash]
-            self._metrics.count_embeddings(outcome)
+            self._metrics.embeddings.labels(outcome).inc()
             if outcome == "loaded":
                 saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
-                self._metrics.count_saved_encoding(span.embedding_bytes, saved_s)
+                self._metrics.embedding_loaded_bytes.inc(span.embedding_bytes)  # 0 if its media were sent
+                self._metrics.encoder_saved_seconds.inc(saved_s)
         return outcomes
 
     def stats(self) -> RoutingStats:
@@ -254,7 +257,7 @@ class RoutedWorker:
         self._link = link
         self._on_encoder = on_encoder
         self._slots: list[int] = []
-        self._announced: dict[int, AnnouncedReservation] = {}
+        self._announced: dict[int, AnnouncedRequest] = {}
         try:
             for endpoint in link.endpoints():
                 self._slots.append(router.join(endpoint))

@@ -235,7 +235,7 @@ class RequestRunner:
         """Return the streams of what is left of an answer that has begun. Raises WorkerLost if it cannot go on."""
         continuable = call.continuable
         if continuable is None or continuable.obstacle or not self._config.migration_limit:
-            self.metrics.count_migration(error.code, "impossible")
+            self.metrics.migrations.labels(error.code, "impossible").inc()
             obstacle = continuable.obstacle if continuable is not None else ""
             reason = f", and {obstacle} cannot go on at another one" if obstacle else ""
             raise WorkerLost(f"the worker was lost during generation{reason}") from error
@@ -380,7 +380,8 @@ class RequestRunner:
         except HandoverFailed as error:
             logger.warning("%s: features cannot be sent", error.message)
             return False
-        self.metrics.count_embeddings("fallback", num_items)
+        if num_items:
+            self.metrics.embeddings.labels("fallback").inc(num_items)
         return num_items > 0
 
     def untransferable(self, error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
@@ -477,7 +478,7 @@ class Attempts:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if self._lost is not None:
-            self._runner.metrics.observe_migration(first_at - self._moved_at)
+            self._runner.metrics.migration_seconds.observe(first_at - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
@@ -487,7 +488,8 @@ class Attempts:
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
         call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
-        self._runner.metrics.count_copied(first.movers)
+        for mover in first.movers:
+            self._runner.metrics.copied_requests.labels(mover).inc()
 
     def _count(self, delta: OutputDelta) -> None:
         """Count the tokens of an output; a cumulative one has all so far."""
@@ -536,7 +538,7 @@ class Attempts:
                 break
         names = " and ".join(suspect.link.name for suspect in suspects)
         logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
-        self._runner.metrics.count_migration(error.code, "refused")
+        self._runner.metrics.migrations.labels(error.code, "refused").inc()
         raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
 
     @while_connected
@@ -551,10 +553,10 @@ class Attempts:
             self.call = await self._runner.elsewhere(self.call, error)
         except WorkerLost as lost:
             logger.warning("request %s ends: %s", self.call.request.request_id, lost.message)
-            self._runner.metrics.count_migration(error.code, "failed")
+            self._runner.metrics.migrations.labels(error.code, "failed").inc()
             raise
         asyncio.get_running_loop().call_later(_MOVING_S, self._end_turn)
-        self._runner.metrics.count_migration(error.code, outcome)
+        self._runner.metrics.migrations.labels(error.code, outcome).inc()
         self._sent_at = 0.0
 
     def _where_there_is_room(self, error: MedialaneError) -> Call:
@@ -573,7 +575,7 @@ class Attempts:
             return call  # the same path, with tensors
         if len(call.paths) == 1:
             raise self._runner.untransferable(error, call.prepared) from error
-        self._runner.metrics.count_fallback(str(call.paths[0]), error.code)
+        self._runner.metrics.transfer_fallbacks.labels(str(call.paths[0]), error.code).inc()
         return call._replace(paths=call.paths[1:])
 
     def _without_features(self, error: InvalidFeature) -> Call:
@@ -584,7 +586,7 @@ class Attempts:
         if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
-        self._runner.metrics.count_fallback(str(refused), error.code)
+        self._runner.metrics.transfer_fallbacks.labels(str(refused), error.code).inc()
         return call._replace(paths=sources)
 
 

@@ -310,12 +310,12 @@ class WorkerLink:
         if has_drained:
             logger.info("worker %s has drained, and stops", self.name)
             return
-        self._metrics.count_worker_lost(self.name)
+        self._metrics.worker_losses.labels(self.name).inc()
         logger.warning("worker %s: connection lost", self.name)
 
     def forget(self) -> None:
         """Drop what is counted for this worker, which has left."""
-        self._metrics.forget_worker(self.name)
+        self._metrics.worker_losses.remove(self.name)
 
     def _report_failure(self, error: Exception) -> None:
         logger.error("worker %s: its link failed and is restarted", self.name, exc_info=error)
