@@ -75,5 +75,5 @@ def choose_encoder(item: NewItem, queues_ms: Sequence[float], num_sequences: flo
 
 
 def least_loaded(queues_ms: Sequence[float]) -> int | None:
-    """Return the number of the encoder with the shortest queue, whatever the worker's cost is; None if there is none."""
+    """Return the number of the encoder with the shortest queue, whatever the worker costs; None if there is none."""
     return min(range(len(queues_ms)), key=queues_ms.__getitem__, default=None)

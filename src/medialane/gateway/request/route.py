@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -14,13 +14,14 @@ from medialane.gateway.request.expansions import Expansions, Item
 from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
+from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
-from medialane.routing import AnnouncedRequest, RoutedRequest, Router, RoutingRequest
+from medialane.routing import RoutedRequest, Router, RoutingRequest
 from medialane.types.block_hash import prompt_block_ids, token_array
 from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
-from medialane.types.kv_events import BlockIds, KvChange
-from medialane.types.request import EngineRequest, OutputDelta, WorkerLoad, WorkerState
-from medialane.types.stats import PendingWork, RoutingStats, WaitStats
+from medialane.types.kv_events import BlockIds
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.stats import RoutingStats, WaitStats
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,9 @@ class Routes:
 
     def joined(self, link: WorkerLink) -> RoutedWorker:
         self._forget_encoder()
-        return RoutedWorker(self._router, link, self._forget_encoder)
+        return RoutedWorker(
+            self._router, link.endpoints(), same_host=lambda: link.same_host, on_encoder=self._forget_encoder
+        )
 
     def _forget_encoder(self) -> None:
         self._encoder = None
@@ -242,67 +245,3 @@ def _beside(prepared: PreparedPrompt, end: int) -> tuple[MediaSpan, ...]:
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
-
-
-#: Most requests of other gateways that are counted at one worker.
-_MAX_ANNOUNCED = 4096
-
-
-class RoutedWorker:
-    """Reports a worker to the router, until it has `left` (a `ReportListener`). `on_encoder` is called when the encoder
-    whose embeddings it loads may have changed."""
-
-    def __init__(self, router: Router, link: WorkerLink, on_encoder: Callable[[], None]) -> None:
-        self._router = router
-        self._link = link
-        self._on_encoder = on_encoder
-        self._slots: list[int] = []
-        self._announced: dict[int, AnnouncedRequest] = {}
-        try:
-            for endpoint in link.endpoints():
-                self._slots.append(router.join(endpoint))
-        except BaseException:
-            self.left()
-            raise
-
-    def left(self) -> None:
-        """Idempotent."""
-        self._on_encoder()
-        slots, self._slots = self._slots, []
-        for slot in slots:
-            self._router.leave(slot)
-
-    def reported(self, loads: Sequence[WorkerLoad]) -> None:
-        for slot, load in zip(self._slots, loads, strict=True):
-            self._router.report(slot, load)
-
-    def state_changed(self, state: WorkerState) -> None:
-        level = logging.ERROR if state == "stalled" else logging.WARNING
-        what = "is ready again" if state == "ready" else f"is {state}: it gets no new requests"
-        logger.log(level, "worker %s %s", self._link.name, what)
-        for slot in self._slots:
-            self._router.drain(slot, draining=state != "ready")
-
-    def changed(self, change: KvChange) -> None:
-        if change.rank < len(self._slots):
-            self._router.change(self._slots[change.rank], change)
-
-    def announced(self, number: int, work: PendingWork) -> None:
-        reservations, slots = self._announced, self._slots
-        if number not in reservations and len(reservations) < _MAX_ANNOUNCED and work.rank < len(slots):
-            reservations[number] = self._router.announced(slots[work.rank], work)
-
-    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
-        reservation = self._announced.pop(number, None)
-        if reservation is not None:
-            reservation.end(is_computed=is_computed)
-
-    def host_changed(self) -> None:
-        self._on_encoder()
-        for slot in self._slots:
-            self._router.move(slot, same_host=self._link.same_host)
-
-    def encoder_cleared(self) -> None:
-        self._on_encoder()
-        for slot in self._slots:
-            self._router.clear_encoder(slot)

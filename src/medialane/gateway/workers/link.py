@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.workers.client import RemoteRequest, RpcClient
-from medialane.gateway.workers.reports import ReportListener
+from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import (
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: Called when a worker is ready: `endpoints()` of its link are its ranks. Its caches count as empty until it reports
 #: them to the result. If this raises, the connection is closed. Not called for encoders, to which no request is routed.
-JoinListener = Callable[["WorkerLink"], ReportListener]
+JoinListener = Callable[["WorkerLink"], RoutedWorker]
 
 
 class WorkerLink:
@@ -70,7 +70,7 @@ class WorkerLink:
         self.has_drained = False
         #: Set when `run` has tried to connect, with or without success: the link is ready if it can be.
         self.was_tried = asyncio.Event()
-        self._reports: ReportListener | None = None  # of the worker that is connected, or was last
+        self._reports: RoutedWorker | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
         self.listener: JoinListener | None = None
         #: Called with the card of a worker or encoder that has become ready.
