@@ -9,7 +9,6 @@ from medialane.gateway.http.health import Health, health_of
 from medialane.gateway.http.media_endpoint import MediaEndpoint
 from medialane.gateway.http.metrics import (
     SCRAPE_TIMEOUT_S,
-    AskOthers,
     GatewayMetrics,
     ScrapeMiddleware,
     WorkerScrape,
@@ -31,7 +30,6 @@ from medialane.gateway.records import (
     RequestView,
     parse_stand_in,
     request_report,
-    request_view,
     with_media,
 )
 from medialane.gateway.request.gateway import Gateway
@@ -57,7 +55,6 @@ __all__ = [
     "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
-    "AskOthers",
     "BoundedServer",
     "Encoders",
     "ExtractedMedia",
@@ -111,7 +108,6 @@ __all__ = [
     "open_scope",
     "parse_stand_in",
     "request_report",
-    "request_view",
     "with_media",
     "worker_host",
 ]

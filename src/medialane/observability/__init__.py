@@ -4,9 +4,7 @@
 """
 
 from medialane.observability.collectors import (
-    Memory,
     exit_metrics,
-    memory_metric,
     prediction_metrics,
     queue_metrics,
     routing_metrics,
@@ -25,34 +23,26 @@ from medialane.observability.logging import (
     configure,
     configure_child,
     is_access_line,
-    is_json,
     request_id,
-    set_level,
     trace_id,
-    trace_of,
     unchanged_levels,
-    write_line,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline, Step, TimelineReport
-from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror, MetricReader, engine_metrics
+from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
+from medialane.observability.worker_metrics import MetricMirror, MetricReader, engine_metrics
 
 __all__ = [
     "ACCESS_LOGGER",
     "MAX_STEPS",
-    "WORKER_LABEL",
     "JsonFormatter",
     "LimitedHandler",
-    "LiveStage",
     "LogProcess",
     "LoggingConfig",
-    "Memory",
     "MetricMirror",
     "MetricReader",
     "Metrics",
     "PlainFormatter",
     "StageTimeline",
-    "Step",
     "TimelineReport",
     "as_text",
     "configure",
@@ -60,18 +50,13 @@ __all__ = [
     "engine_metrics",
     "exit_metrics",
     "is_access_line",
-    "is_json",
-    "memory_metric",
     "prediction_metrics",
     "queue_metrics",
     "request_id",
     "routing_metrics",
-    "set_level",
     "store_metrics",
     "trace_id",
-    "trace_of",
     "unchanged_levels",
     "up_metrics",
     "wait_metrics",
-    "write_line",
 ]

@@ -3,7 +3,6 @@
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts, NewItem, choose_encoder, least_loaded
-from medialane.routing.prediction import PredictionCounts
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest
 from medialane.routing.router import Router
 from medialane.routing.slots import RoutingRequest
@@ -13,7 +12,6 @@ __all__ = [
     "BlockIndex",
     "EncodeCosts",
     "NewItem",
-    "PredictionCounts",
     "RoutedRequest",
     "Router",
     "RoutingConfig",
