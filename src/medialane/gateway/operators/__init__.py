@@ -4,7 +4,7 @@
 """
 
 from medialane.gateway.operators.endpoints import OperatorEndpoints, RequestList
-from medialane.gateway.operators.part import GatewayView, Limits, own_part
+from medialane.gateway.operators.part import GatewayView, Limits, RequestSums, own_part
 from medialane.gateway.operators.state import ServerState, whole_state, worker_host
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Limits",
     "OperatorEndpoints",
     "RequestList",
+    "RequestSums",
     "ServerState",
     "own_part",
     "whole_state",

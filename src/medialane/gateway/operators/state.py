@@ -6,7 +6,8 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from medialane.gateway.operators.part import (
     GatewayView,
     Limits,
     RequestGroup,
-    StageView,
+    RequestSums,
     let_others_run,
 )
 from medialane.gateway.records import RequestView, Series, series
@@ -131,6 +132,14 @@ class CachesView(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class StageView(msgspec.Struct, frozen=True):
+    """Requests that run, by what they wait for."""
+
+    stage: str
+    num: int
+    oldest_ms: float
+
+
 class LiveView(msgspec.Struct, frozen=True):
     num: int
     stages: list[StageView]
@@ -185,11 +194,13 @@ async def whole_state(
     has and how many fit, `store` is the one of its host."""
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
-    by_worker = _sum_groups(part.by_worker for part in known)
-    await asyncio.sleep(0)
+    sums = RequestSums()
+    for part in known:
+        sums += part.sums
+        await asyncio.sleep(0)
     views = []
     for number, endpoint in enumerate(endpoints, 1):
-        views.append(_worker(endpoint, encoder_caches, known, by_worker.get(endpoint.worker_id, RequestGroup())))
+        views.append(_worker(endpoint, encoder_caches, known, sums.by_worker.get(endpoint.worker_id, RequestGroup())))
         await let_others_run(number)
     await asyncio.sleep(0)
     return ServerState(
@@ -205,16 +216,20 @@ async def whole_state(
         workers=_workers([view for view in views if view.role == "worker"], limits.workers),
         encoders=_workers([view for view in views if view.role == "encoder"], limits.workers),
         caches=CachesView(
-            {"hit": 0, "shared": 0, "new": 0, "sent": 0} | _sum(part.items for part in known),
-            {"unneeded": 0, "loaded": 0, "encoded": 0, "unkept": 0} | _sum(part.embeddings for part in known),
-            sum(part.prompt_tokens for part in known),
-            sum(part.cached_tokens for part in known),
+            {"hit": 0, "shared": 0, "new": 0, "sent": 0} | sums.items,
+            {"unneeded": 0, "loaded": 0, "encoded": 0, "unkept": 0} | sums.embeddings,
+            sums.prompt_tokens,
+            sums.cached_tokens,
         ),
-        live=_live(known, limits.live),
-        rates=series((step for part in known for step in part.steps), now),
+        live=LiveView(
+            sum(part.gateway.live or 0 for part in known),
+            [StageView(name, at.num, at.oldest_ms) for name in STAGES if (at := sums.stages.get(name)) is not None],
+            sorted((view for part in known for view in part.live), key=attrgetter("received_at"))[: limits.live],
+        ),
+        rates=series(sums.steps, now),
         errors=_errors(known),
-        tenants=_groups(part.by_tenant for part in known),
-        origins=_groups(part.by_origin for part in known),
+        tenants=_groups(sums.by_tenant),
+        origins=_groups(sums.by_origin),
         decisions=sorted((each for part in known for each in part.decisions), key=_time, reverse=True)[
             : limits.decisions
         ],
@@ -334,16 +349,6 @@ def _host(name: str, views: Sequence[WorkerView]) -> HostView:
     return HostView(name, is_own, len(workers), num_ready, len(views) - len(workers), " or ".join(sorted(stores)))
 
 
-def _live(parts: Sequence[GatewayPart], limit: int) -> LiveView:
-    stages: dict[str, StageView] = {}
-    for part in parts:
-        for name, each in part.stages.items():
-            stages.setdefault(name, StageView(name)).add(each.num, each.oldest_ms)
-    listed = sorted((view for part in parts for view in part.live), key=lambda view: view.received_at)
-    num = sum(part.gateway.live or 0 for part in parts)
-    return LiveView(num, [stages[name] for name in STAGES if name in stages], listed[:limit])
-
-
 def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
     """Return the errors by code, the most frequent first, each with its last request."""
     groups: dict[str, ErrorGroup] = {}
@@ -356,9 +361,8 @@ def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
     return sorted(groups.values(), key=lambda group: -group.num)
 
 
-def _groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> list[GroupView]:
-    summed = _sum_groups(of_parts)
-    first = sorted(summed.items(), key=lambda each: (-(each[1].requests + each[1].new), -each[1].live, each[0]))
+def _groups(groups: Mapping[str, RequestGroup]) -> list[GroupView]:
+    first = sorted(groups.items(), key=lambda each: (-(each[1].requests + each[1].new), -each[1].live, each[0]))
     return [
         GroupView(
             name,
@@ -375,21 +379,6 @@ def _groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> list[GroupView]:
         )
         for name, group in first[:MAX_GROUPS]
     ]
-
-
-def _sum_groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> dict[str, RequestGroup]:
-    summed: dict[str, RequestGroup] = {}
-    for groups in of_parts:
-        for name, group in groups.items():
-            summed.setdefault(name, RequestGroup()).add(group)
-    return summed
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    summed: Counter[str] = Counter()
-    for each in counts:
-        summed.update(each)
-    return dict(summed)
 
 
 def _time(decision: Mapping[str, object]) -> float:
