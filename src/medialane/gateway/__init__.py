@@ -16,6 +16,7 @@ from medialane.gateway.http.metrics import (
 )
 from medialane.gateway.http.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bounds
+from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake.references import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
 from medialane.gateway.operators import OperatorEndpoints, worker_host
@@ -35,7 +36,7 @@ from medialane.gateway.records import (
 from medialane.gateway.request.gateway import Gateway
 from medialane.gateway.request.plain_hashes import PlainHashes
 from medialane.gateway.request.route import PromptPrefix, Route, Routes
-from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
+from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.request.store_features import StoreFeatures
 from medialane.gateway.request.transfer_paths import (
     InlineTransport,

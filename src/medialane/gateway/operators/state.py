@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Literal
 
 import msgspec
+from msgspec import field
 
 import medialane
 from medialane.gateway.operators.part import (
@@ -52,29 +53,35 @@ class HostView(msgspec.Struct, frozen=True):
 
 
 class StoreArenaView(msgspec.Struct, frozen=True):
+    """Of `ArenaStats`, but for `kinds`, its bytes by kind of entry."""
+
     size_bytes: int
     free_bytes: int
-    held_bytes: int
+    pinned_bytes: int = field(name="held_bytes")
     writing_bytes: int
-    entries: int
-    evictions: int
-    kinds: dict[str, int]
+    num_entries: int = field(name="entries")
+    num_evictions: int = field(name="evictions")
+    kinds: dict[str, int] = {}
 
 
 class PreparersView(msgspec.Struct, frozen=True):
-    num: int
-    alive: int
-    busy: int
-    queued: int
+    """Of `PoolStats`."""
+
+    num_preparers: int = field(name="num")
+    num_alive: int = field(name="alive")
+    num_busy: int = field(name="busy")
+    num_queued: int = field(name="queued")
     queue_s: float
-    restarts: int
-    done: int
-    failed: int
+    num_restarts: int = field(name="restarts")
+    num_done: int = field(name="done")
+    num_failed: int = field(name="failed")
 
 
 class KeptView(msgspec.Struct, frozen=True):
-    leases: int
-    bytes: int
+    """Of `MediaLeaseStats`."""
+
+    num_leases: int = field(name="leases")
+    num_bytes: int = field(name="bytes")
     max_bytes: int
 
 
@@ -242,7 +249,7 @@ def store_view(store: StoreLink) -> StoreView:
     if status is None:
         return StoreView("lost", store.problem)
     stats = status.stats
-    arena, pool, leases = stats.arena, stats.preparers, stats.leases
+    arena = stats.arena
     kinds = {
         "encoded": arena.encoded_bytes,
         "decoded": arena.decoded_bytes,
@@ -252,26 +259,9 @@ def store_view(store: StoreLink) -> StoreView:
     return StoreView(
         "ready" if status.has_started else "starting",
         status.problem,
-        StoreArenaView(
-            arena.size_bytes,
-            arena.free_bytes,
-            arena.pinned_bytes,
-            arena.writing_bytes,
-            arena.num_entries,
-            arena.num_evictions,
-            kinds,
-        ),
-        PreparersView(
-            pool.num_preparers,
-            pool.num_alive,
-            pool.num_busy,
-            pool.num_queued,
-            round(pool.queue_s, 3),
-            pool.num_restarts,
-            pool.num_done,
-            pool.num_failed,
-        ),
-        KeptView(leases.num_leases, leases.num_bytes, leases.max_bytes),
+        msgspec.structs.replace(msgspec.convert(arena, StoreArenaView, from_attributes=True), kinds=kinds),
+        msgspec.convert(stats.preparers, PreparersView, from_attributes=True),
+        msgspec.convert(stats.leases, KeptView, from_attributes=True),
         stats.pulls.num_bytes,
         {str(kind): size for kind, size in stats.memory.items()},
     )

@@ -26,7 +26,7 @@ from medialane.gateway.admission.concurrency import OldestFirst
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.records import AttemptTrace
-from medialane.gateway.request.answer import Answer, Choice
+from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_features import StoreFeatures
@@ -158,7 +158,7 @@ class RequestRunner:
         try:
             async with scope.connected():
                 call = await self._admit(request, prepared, scope, continuable)
-            answer, attempts = Answer(), Attempts(self, call)
+            answer, attempts = DeliveredAnswer(), Attempts(self, call)
             try:
                 async with aclosing(attempts.deltas()) as deltas:
                     async for delta in deltas:
@@ -231,7 +231,9 @@ class RequestRunner:
         placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
-    def _parts(self, call: Call, answer: Answer, error: WorkerLost) -> Sequence[AsyncGenerator[OutputDelta, None]]:
+    def _parts(
+        self, call: Call, answer: DeliveredAnswer, error: WorkerLost
+    ) -> Sequence[AsyncGenerator[OutputDelta, None]]:
         """Return the streams of what is left of an answer that has begun. Raises WorkerLost if it cannot go on."""
         continuable = call.continuable
         if continuable is None or continuable.obstacle or not self._config.migration_limit:
@@ -242,7 +244,7 @@ class RequestRunner:
         return [self._rest(call, continuable, choice, error) for choice in answer.unfinished(continuable.num_choices)]
 
     async def _rest(
-        self, call: Call, continuable: Continuable, choice: Choice, error: WorkerLost
+        self, call: Call, continuable: Continuable, choice: DeliveredChoice, error: WorkerLost
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the rest of one choice from other workers."""
         while not choice.is_finished:
