@@ -17,6 +17,8 @@ IMAGE = "iVBORw0KGgo/" * 1000
 def found(body, content_type=JSON, size=1 << 16):
     """The name, and how many bytes it took to find it."""
     search, fed = search_of(content_type), 0
+    if search is None:
+        return None, 0
     while fed < len(body) and not search.is_over:
         search.feed(body[fed : fed + size])
         fed = min(len(body), fed + size)

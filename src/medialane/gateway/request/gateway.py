@@ -264,7 +264,7 @@ class Gateway:
     @property
     def _encoder(self) -> str:
         """The digest of the encoder whose embeddings replace tensors; empty if none do."""
-        return self.routes.encoder if self._transports.carry_embeddings else ""
+        return self._workers.encoder if self._transports.carry_embeddings else ""
 
     async def _hashed(
         self,

@@ -59,26 +59,10 @@ class Routes:
         self._workers = workers
         self._metrics = metrics
         self._expansions = Expansions()
-        self._encoder: str | None = None  # of all workers; None: not known yet
         workers.listen(self.joined)
 
-    @property
-    def encoder(self) -> str:
-        """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
-        they have different ones."""
-        if self._encoder is None:
-            digests = {link.encoder for link in self._workers.of_role("worker")} - {""}
-            self._encoder = digests.pop() if len(digests) == 1 else ""
-        return self._encoder
-
     def joined(self, link: WorkerLink) -> RoutedWorker:
-        self._forget_encoder()
-        return RoutedWorker(
-            self._router, link.endpoints(), same_host=lambda: link.same_host, on_encoder=self._forget_encoder
-        )
-
-    def _forget_encoder(self) -> None:
-        self._encoder = None
+        return RoutedWorker(self._router, link.endpoints(), same_host=lambda: link.same_host)
 
     def choose(
         self,

@@ -215,7 +215,7 @@ class RequestRunner:
     ) -> PreparedPrompt:
         """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent. For
         `block_ids` see `Routes.new_items`."""
-        digest = self.routes.encoder
+        digest = self.workers.encoder
         if not encoders.is_ready(digest):
             return prepared
         new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
@@ -343,7 +343,7 @@ class RequestRunner:
             if not path.stage.is_processed or path.transport.needs_remote_store:
                 # Other requests may be routed while its media are being fetched, or granted to another host.
                 self.begin(call, is_sent=False)
-            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.routes.encoder
+            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.workers.encoder
             if path.stage.is_processed and not sends_embeddings:
                 await self.drop_embeddings(prepared)
             prompt = await prompt_for(

@@ -91,18 +91,6 @@ class WorkerLink:
         return "lost" if client is None else client.reports.state
 
     @property
-    def has_unknown_blocks(self) -> bool:
-        """Whether the worker is connected, and requests are routed to it without regard to its KV cache."""
-        client = self.client
-        return client is not None and client.reports.has_unknown_blocks
-
-    @property
-    def has_failing_tasks(self) -> bool:
-        """Whether the worker is connected, and background tasks of it have ended lately."""
-        client = self.client
-        return client is not None and client.reports.has_failing_tasks
-
-    @property
     def is_ready(self) -> bool:
         """Whether the worker is connected, and takes requests."""
         return self.state == "ready"

@@ -50,24 +50,15 @@ _MAX_ANNOUNCED: Final = 4096
 
 
 class RoutedWorker:
-    """Tells the router of one connected worker, whose ranks are `endpoints`. `on_encoder` is called when the encoder
-    whose embeddings it loads may have changed.
+    """Tells the router of one connected worker, whose ranks are `endpoints`.
 
     Called on the event loop. `left` is the last call: in the same iteration of the event loop in which the connection
     is lost, so no request is routed in between.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        endpoints: Sequence[Endpoint],
-        *,
-        same_host: Callable[[], bool],
-        on_encoder: Callable[[], None],
-    ) -> None:
+    def __init__(self, router: Router, endpoints: Sequence[Endpoint], *, same_host: Callable[[], bool]) -> None:
         self._router = router
         self._same_host = same_host
-        self._on_encoder = on_encoder
         self._name = endpoints[0].worker_id
         self._slots: list[int] = []
         self._announced: dict[int, AnnouncedRequest] = {}
@@ -80,7 +71,6 @@ class RoutedWorker:
 
     def left(self) -> None:
         """Idempotent."""
-        self._on_encoder()
         slots, self._slots = self._slots, []
         for slot in slots:
             self._router.leave(slot)
@@ -118,13 +108,11 @@ class RoutedWorker:
 
     def host_changed(self) -> None:
         """The worker has mapped another arena, or none."""
-        self._on_encoder()
         for slot in self._slots:
             self._router.move(slot, same_host=self._same_host())
 
     def encoder_cleared(self) -> None:
         """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
-        self._on_encoder()
         for slot in self._slots:
             self._router.clear_encoder(slot)
 
@@ -174,7 +162,7 @@ class ClientReports:
         self._deliver_soon()
 
     def received(self, message: Report) -> bool:
-        """Return whether what requests wait for has changed: the state, the arena, the number of gateways; or the
+        """Return whether what is known of all workers may have changed: the state, the arena, the encoder; or the
         worker is still stalled, and may have got requests since. Raises ProtocolViolation."""
         before = self.state
         match message:
@@ -190,8 +178,9 @@ class ClientReports:
                 self.num_gateways = number
         if self._listener is not None:
             self._notify(self._listener, message)
-        is_load = isinstance(message, LoadReport)
-        return self.state != before or (is_load and before == "stalled") or isinstance(message, ArenaMapped | Gateways)
+        if isinstance(message, LoadReport):
+            return self.state != before or before == "stalled"
+        return isinstance(message, ArenaMapped | EncoderCleared)
 
     def announce(self, work: PendingWork) -> Callable[[bool], None]:
         """Announce pending work to the worker's other gateways. Call the returned function once, when it ends, with
