@@ -83,11 +83,7 @@ from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.types.errors import GatewayDraining, StartupFailed
 from medialane.types.hashing import digest
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
-from medialane.vllm_bridge.frontend import prebuilt
-from medialane.vllm_bridge.frontend.app import Action, Frontend
-from medialane.vllm_bridge.frontend.engine_client import encode_params
-from medialane.vllm_bridge.frontend.http_server import serve_http
-from medialane.vllm_bridge.frontend.render import VllmMediaHasher
+from medialane.vllm_bridge.frontend import Action, Frontend, VllmMediaHasher, encode_params, prebuilt, serve_http
 from medialane.vllm_bridge.items.options import check_model_io
 from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.protocol import Hello
@@ -450,9 +446,8 @@ def _plain_hashes(components: Components, features: StoreFeatures) -> PlainHashe
     profile = components.frontend.profile
     if profile is None or not components.gateway_config.render_only:
         return None
-    return PlainHashes(
-        VllmMediaHasher(profile.processor), features, fairness=components.fairness, media=components.config.media
-    )
+    hasher = VllmMediaHasher(profile.processor)
+    return PlainHashes(hasher, features, fairness=components.fairness, media=components.config.media)
 
 
 async def gateway_app(

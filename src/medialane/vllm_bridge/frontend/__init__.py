@@ -1,7 +1,17 @@
 """vLLM's own OpenAI app in a gateway: endpoints, rendering, speech, pooling."""
 
-from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient, encode_params
+from medialane.vllm_bridge.frontend.http_server import serve_http
+from medialane.vllm_bridge.frontend.render import VllmMediaHasher
 from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 
-__all__ = ["CONNECTOR", "Frontend", "RoutedEngineClient", "encode_params"]
+__all__ = [
+    "CONNECTOR",
+    "Action",
+    "Frontend",
+    "RoutedEngineClient",
+    "VllmMediaHasher",
+    "encode_params",
+    "serve_http",
+]
