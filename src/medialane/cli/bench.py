@@ -25,8 +25,8 @@ _ALL = "all"
 _NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
+def add_arguments(parser: argparse.ArgumentParser, folder: Path = FOLDER) -> None:
+    known = ", ".join([*names(folder), _ALL]) if folder.is_dir() else "only in a checkout"
     parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but {', '.join(sorted(_NOT_IN_ALL))})")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
@@ -48,15 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 100000)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark, or all of them; 0 if every bar is reached, 1 if one is missed. Raises StartupFailed."""
-    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like FOLDER.
+def run(args: argparse.Namespace, folder: Path = FOLDER) -> int:
+    """Run the benchmark of `folder`, or all of them; 0 if every bar is reached, 1 if one is missed. Raises
+    StartupFailed."""
+    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder,
+    # like `folder`.
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
-    enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own=own)
+    enter_environ(Config(), None, str(folder), (), on_gpu=on_gpu, own=own)
     return run_benchmarks(
-        FOLDER,
+        folder,
         args.name,
         json=args.json,
         quick=args.quick,

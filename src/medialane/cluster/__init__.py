@@ -6,6 +6,7 @@ from medialane.cluster.child_process import (
     INTERPRETER,
     NOT_NEEDED,
     ChildProcess,
+    ChildWatch,
     ForkedChild,
     HttpAnswers,
     ProcessSpec,
@@ -13,12 +14,13 @@ from medialane.cluster.child_process import (
     spawn_leader,
 )
 from medialane.cluster.local import check_join, check_join_listen
-from medialane.cluster.model_hub import Repository, fetch_files, find_on_hub, repositories
+from medialane.cluster.model_hub import ModelHub, Repository, fetch_files, find_on_hub, repositories
 from medialane.cluster.orphan_reaper import kill_members, members, send
 from medialane.cluster.placement import (
     Engines,
     Hardware,
     find_gpus,
+    installed_version,
     parse_gpu_list,
     place_engines,
     usable_cores,
@@ -46,11 +48,13 @@ __all__ = [
     "NOT_NEEDED",
     "SECRET_FLAGS",
     "ChildProcess",
+    "ChildWatch",
     "Engines",
     "ForkRequest",
     "ForkedChild",
     "Hardware",
     "HttpAnswers",
+    "ModelHub",
     "NotForked",
     "Observer",
     "ProcessLog",
@@ -73,6 +77,7 @@ __all__ = [
     "flag_value",
     "gpus_per_worker",
     "has_flag",
+    "installed_version",
     "kill_members",
     "members",
     "parse_gpu_list",

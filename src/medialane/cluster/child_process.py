@@ -24,15 +24,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import aiohttp
 
 from medialane.cluster.orphan_reaper import CLEANUP_S, kill_members, members, send
 from medialane.cluster.warm import WarmProcess
-from medialane.runtime.heartbeat import HangWatch, HeartbeatPipe
+from medialane.runtime.heartbeat import TICK_S, HangWatch, HeartbeatPipe
 from medialane.runtime.linux import dies_with_this_process
-from medialane.runtime.resources import OomKills
+from medialane.runtime.resources import CGROUPS, OomKills
 
 _POLL_S = 0.02
 #: Within which a process that is ready answers a check.
@@ -142,27 +142,49 @@ class ForkedChild:
         return self.returncode
 
 
+class ChildWatch(NamedTuple):
+    """How children are watched: the tick of their `HangWatch`, and where the kernel counts whom it kills for lack of
+    memory (`OomKills`)."""
+
+    tick_s: float = TICK_S
+    cgroups: Path = CGROUPS
+
+
+_WATCH = ChildWatch()
+
+
 class ChildProcess:
     """A running child process and its group. Bound to the event loop that spawned it. `hang` is how it hung, if it was
     killed for that. Owns the end of `heartbeat` that is read."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes] | ForkedChild, started_at: float, heartbeat: HeartbeatPipe | None = None
+        self,
+        process: subprocess.Popen[bytes] | ForkedChild,
+        started_at: float,
+        heartbeat: HeartbeatPipe | None = None,
+        watch: ChildWatch = _WATCH,
     ) -> None:
         self.hang: str | None = None
+        self._tick_s = watch.tick_s
         self._process = process
         self._heartbeat = heartbeat
         self._watching = asyncio.create_task(self._end_if_it_hangs(), name=f"heartbeat of {process.pid}")
         self._started_at = started_at
         self._lifetime_s: float | None = None
         self._ended = asyncio.Event()
-        self._oom_kills = OomKills(process.pid)
+        self._oom_kills = OomKills(process.pid, cgroups=watch.cgroups)
         self._descriptor = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
 
     @classmethod
     def spawn(
-        cls, argv: Sequence[str], environ: Mapping[str, str], output: int, *, pass_fds: Sequence[int] = ()
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        output: int,
+        *,
+        pass_fds: Sequence[int] = (),
+        watch: ChildWatch = _WATCH,
     ) -> ChildProcess:
         """Start `argv` with the whole environment `environ`. Its output goes to the descriptor `output`; it inherits
         `pass_fds`.
@@ -174,7 +196,7 @@ class ChildProcess:
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             process = spawn_leader(argv, {**environ, **heartbeat.environ}, output, pass_fds=passed)
-        return cls(process, started_at, heartbeat)
+        return cls(process, started_at, heartbeat, watch)
 
     @classmethod
     async def fork(
@@ -186,13 +208,14 @@ class ChildProcess:
         *,
         pass_fds: Sequence[int] = (),
         timeout_s: float,
+        watch: ChildWatch = _WATCH,
     ) -> ChildProcess:
         """As `spawn`, with `argv` from the command on, as a fork of the warm process. Raises NotForked."""
         started_at, heartbeat = time.monotonic(), HeartbeatPipe()
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             pid = await warm.fork(argv, {**environ, **heartbeat.environ}, output, passed, timeout_s=timeout_s)
-        return cls(ForkedChild(pid), started_at, heartbeat)
+        return cls(ForkedChild(pid), started_at, heartbeat, watch)
 
     @property
     def pid(self) -> int:
@@ -256,7 +279,7 @@ class ChildProcess:
         return await self.wait()
 
     async def _end_if_it_hangs(self) -> None:
-        self.hang = await HangWatch(self.pid, self._heartbeat).hung()
+        self.hang = await HangWatch(self.pid, self._heartbeat, tick_s=self._tick_s).hung()
         self.kill()
 
     def _on_end(self) -> None:

@@ -3,6 +3,7 @@ import json
 import sys
 
 import pytest
+from own_process import unchanged_process
 
 from medialane.cli import bench
 from medialane.types.errors import StartupFailed
@@ -23,7 +24,7 @@ def run(options):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with benchmarks of its own and the real harness. What it makes importable ends with the test."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(str(tmp_path))  # afterwards the path is as before
     before = set(sys.modules)
     folder = tmp_path / "benchmarks"
     folder.mkdir()
@@ -153,15 +154,14 @@ def test_json_path_in_a_missing_folder_fails_before_running(folder, tmp_path, ca
     assert not capsys.readouterr().out
 
 
-def test_arguments_match_the_benchmarks_of_this_checkout(folder, monkeypatch):
+def test_arguments_match_the_benchmarks_of_this_checkout(folder):
     write(folder, "fast", 3.0)
-    monkeypatch.setattr(bench, "FOLDER", folder)
-    monkeypatch.setattr(bench, "enter_environ", lambda *_, **__: None)
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    bench.add_arguments(parser, folder)
     assert "fast, all" in parser.format_help()
-    assert bench.run(parser.parse_args(["fast"])) == 0
-    assert bench.run(parser.parse_args(["fast", "--quick"])) == 1
+    with unchanged_process():
+        assert bench.run(parser.parse_args(["fast"]), folder) == 0
+        assert bench.run(parser.parse_args(["fast", "--quick"]), folder) == 1
 
 
 def test_checkout_has_the_benchmarks_named_in_the_readme():

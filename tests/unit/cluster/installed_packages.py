@@ -1,0 +1,13 @@
+"""Installed distributions, as packages of their names report them."""
+
+from pathlib import Path
+
+import pytest
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, version: str) -> None:
+    """Install a distribution without files for one test, before one of the same name."""
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(folder))
