@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, version: str) -> None:
-    """Install a distribution without files for one test, before one of the same name."""
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, version: str) -> Path:
+    """Install a distribution without files for one test, before one of the same name; return the folder of its
+    metadata."""
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(folder))
+    return metadata
