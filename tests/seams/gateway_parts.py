@@ -45,8 +45,7 @@ from medialane.types.hashing import content_hash
 from medialane.types.media import MediaRef
 from medialane.types.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.wire import Hello, RpcConfig
-from medialane.worker import Worker, WorkerConfig
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer, Worker, WorkerConfig
 from waiting import eventually
 
 PROCESSOR = {"model": "fake"}

@@ -15,9 +15,8 @@ from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress
-from medialane.worker import WorkerConfig
+from medialane.worker import RpcServer, WorkerConfig
 from medialane.worker.membership import Membership
-from medialane.worker.server import RpcServer
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)

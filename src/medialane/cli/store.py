@@ -34,7 +34,7 @@ from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability.logging import configure
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, ProcessorSource, prebuild_processor
-from medialane.runtime.linux import WARM, has_title, set_title
+from medialane.runtime.linux import WARM, exit_at_once, has_title, set_title
 from medialane.runtime.phase import READY, enter_phase, watched
 from medialane.runtime.private_files import has_one_owner
 from medialane.runtime.resources import MemoryUse, children
@@ -330,8 +330,7 @@ def _log_holds(holds: HoldLog) -> None:
 def _exit_at_once() -> None:
     """Change nothing in the arena, in which clients hold entries, or may be writing to them."""
     logger.info("the next store begins with a new arena: this one exits")
-    logging.shutdown()
-    os._exit(1)
+    exit_at_once(1)
 
 
 def names_area(config: Config, arena: Arena) -> NamesArea:

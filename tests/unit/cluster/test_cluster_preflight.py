@@ -6,8 +6,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from installed_packages import install
 
+from installed_packages import install
 from medialane.cluster import ModelHub, check_flags, check_model, check_start, find_on_hub
 from medialane.types.errors import StartupFailed
 
@@ -170,7 +170,8 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, cache):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.settings = ModelHub(f"http://127.0.0.1:{self.server_port}", str(cache), deadline_s=1.0)
+        self.settings = {"url": f"http://127.0.0.1:{self.server_port}", "cache": str(cache), "deadline_s": 1.0}
+        self.hub = ModelHub(**self.settings)
         self.statuses, self.headers, self.asked, self.delay_s = {}, {}, [], 0.0
 
 
@@ -203,18 +204,18 @@ def hub(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
 def test_existing_hub_model_passes(hub, name):
     hub.statuses[f"/org/model/resolve/main/{name}"] = 200
-    find_on_hub("org/model", hub=hub.settings)
+    find_on_hub("org/model", hub=hub.hub)
 
 
 def test_revision_is_the_one_passed_to_vllm(hub):
     hub.statuses["/org/model/resolve/v2/config.json"] = 200
-    find_on_hub("org/model", "v2", hub=hub.settings)
+    find_on_hub("org/model", "v2", hub=hub.hub)
     assert hub.asked == ["/org/model/resolve/v2/config.json"]
 
 
 def refusal(hub, model="org/model", **settings):
     with pytest.raises(StartupFailed) as refused:
-        find_on_hub(model, hub=hub.settings._replace(**settings))
+        find_on_hub(model, hub=ModelHub(**hub.settings | settings))
     assert model in refused.value.message
     return refused.value.message
 
@@ -237,7 +238,7 @@ def test_hub_rejection_is_reported_with_its_reason(hub, status, headers, said):
         hub.statuses[f"/org/model/resolve/main/{name}"] = status
     message = refusal(hub)
     assert said in message
-    assert hub.settings.url in message
+    assert hub.hub.url in message
 
 
 def test_unresponsive_hub_times_out(hub):
@@ -254,7 +255,7 @@ def test_unreachable_hub_is_named(hub):
 
 def test_busy_hub_is_left_to_vllms_retries(hub):
     hub.statuses["/org/model/resolve/main/config.json"] = 429
-    find_on_hub("org/model", hub=hub.settings)
+    find_on_hub("org/model", hub=hub.hub)
 
 
 def test_offline_mode_makes_no_request(hub):
@@ -268,5 +269,5 @@ def test_cached_model_makes_no_request(hub, tmp_path):
     (repository / "refs" / "main").write_text("abc")
     (repository / "snapshots" / "abc").mkdir(parents=True)
     (repository / "snapshots" / "abc" / "config.json").write_text("{}")
-    find_on_hub("org/model", hub=hub.settings)
+    find_on_hub("org/model", hub=hub.hub)
     assert hub.asked == []

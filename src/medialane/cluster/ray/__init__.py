@@ -12,6 +12,7 @@ from medialane.cluster.ray.remote import (
     gateway_specs,
     remote_argv,
     remote_environ,
+    shared_path,
     with_join_addresses,
     worker_specs,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "gateway_specs",
     "remote_argv",
     "remote_environ",
+    "shared_path",
     "with_join_addresses",
     "worker_specs",
 ]
