@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, version: str) -> Path:
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, number: str) -> Path:
     """Install a distribution without files for one test, before one of the same name; return the folder of its
     metadata."""
-    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata = folder / f"{name.replace('-', '_')}-{number}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
     monkeypatch.syspath_prepend(str(folder))
     return metadata

@@ -49,10 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser, folder: Path = FOLDER) -> Non
 
 
 def run(args: argparse.Namespace, folder: Path = FOLDER) -> int:
-    """Run the benchmark of `folder`, or all of them; 0 if every bar is reached, 1 if one is missed. Raises
-    StartupFailed."""
-    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder,
-    # like `folder`.
+    """Run the benchmark, or all of `folder`; 0 if every bar is reached, 1 if one is missed. Raises StartupFailed."""
+    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like this.
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every response equals plain vLLM's, 1 if one differs. Raises StartupFailed."""
-    return asyncio.run(compared(_images(args.image), _build_model, plain=_plain, ours=_medialane, keep=args.keep))
+    build = partial(build_tiny_model, cache_folder(process_environ()))
+    return asyncio.run(compared(_images(args.image), build, plain=_plain, ours=_medialane, keep=args.keep))
 
 
 async def compared(
-    images: Sequence[bytes], build_model: Callable[[], str], *, plain: DemoServer, ours: DemoServer, keep: bool
+    images: Sequence[bytes], build_model: Callable[[], Path], *, plain: DemoServer, ours: DemoServer, keep: bool
 ) -> int:
     """Return the exit status of the demo. `plain` is the server that `ours` is compared with. Raises StartupFailed."""
     console = Console()
     with console.status("building a tiny Qwen2.5-VL with random weights"):
-        model = await asyncio.to_thread(build_model)
+        model = str(await asyncio.to_thread(build_model))
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
     async with _web_server(images) as web_url:
         questions = _requests(images, web_url)
@@ -98,10 +100,6 @@ async def compared(
         command = shlex.join(["medialane", "serve", model, "--", *TINY_MODEL_FLAGS])
         _say_next(console, "The demo has stopped its servers. To keep one, `medialane demo --keep`, or:", command)
     return status
-
-
-def _build_model() -> str:
-    return str(build_tiny_model(cache_folder(process_environ())))
 
 
 def _images(paths: Sequence[Path]) -> list[bytes]:

@@ -148,12 +148,10 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
     defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
     environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-    prebuild_processor(
-        ProcessorSource(_factory(config, PROCESSOR_FACTORY), _factory_config(config, model, vllm_args), environment)
-    )
+    prebuild_processor(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
-def _factory(config: Config, processor: str) -> str:
+def _factory(config: Config, processor: str = PROCESSOR_FACTORY) -> str:
     return processor if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY
 
 
@@ -351,12 +349,7 @@ def _wants_nixl(config: Config, devices: Path) -> bool:
 
 
 def nixl_mover(
-    config: Config,
-    arena: str,
-    slot: int,
-    make: Callable[..., NixlMover] = NixlMover,
-    *,
-    devices: Path = RDMA_DEVICES,
+    config: Config, arena: str, slot: int, make: Callable[..., NixlMover] = NixlMover, *, devices: Path = RDMA_DEVICES
 ) -> NixlMover | None:
     """Return the mover beside tcp, if there is one; it costs nothing until it is used."""
     if not _wants_nixl(config, devices):

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import aiohttp
 
@@ -32,7 +32,7 @@ from medialane.cluster.orphan_reaper import CLEANUP_S, kill_members, members, se
 from medialane.cluster.warm import WarmProcess
 from medialane.runtime.heartbeat import TICK_S, HangWatch, HeartbeatPipe
 from medialane.runtime.linux import dies_with_this_process
-from medialane.runtime.resources import CGROUPS, OomKills
+from medialane.runtime.resources import OomKills
 
 _POLL_S = 0.02
 #: Within which a process that is ready answers a check.
@@ -70,7 +70,7 @@ class ProcessSpec:
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time. `not_needed` is what is shown if it exits with that status.
 
-    One that `reloads` reads its settings again on SIGHUP.
+    One that `reloads` reads its settings again on SIGHUP. `tick_s` is that of its `HangWatch`.
 
     With `warm` it is a fork of that process if possible.
     """
@@ -87,6 +87,7 @@ class ProcessSpec:
     not_needed: str = "not needed"
     warm: WarmProcess | None = None
     reloads: bool = False
+    tick_s: float = TICK_S
 
 
 @dataclass(frozen=True)
@@ -142,17 +143,6 @@ class ForkedChild:
         return self.returncode
 
 
-class ChildWatch(NamedTuple):
-    """How children are watched: the tick of their `HangWatch`, and where the kernel counts whom it kills for lack of
-    memory (`OomKills`)."""
-
-    tick_s: float = TICK_S
-    cgroups: Path = CGROUPS
-
-
-_WATCH = ChildWatch()
-
-
 class ChildProcess:
     """A running child process and its group. Bound to the event loop that spawned it. `hang` is how it hung, if it was
     killed for that. Owns the end of `heartbeat` that is read."""
@@ -162,17 +152,17 @@ class ChildProcess:
         process: subprocess.Popen[bytes] | ForkedChild,
         started_at: float,
         heartbeat: HeartbeatPipe | None = None,
-        watch: ChildWatch = _WATCH,
+        tick_s: float = TICK_S,
     ) -> None:
         self.hang: str | None = None
-        self._tick_s = watch.tick_s
+        self._tick_s = tick_s
         self._process = process
         self._heartbeat = heartbeat
         self._watching = asyncio.create_task(self._end_if_it_hangs(), name=f"heartbeat of {process.pid}")
         self._started_at = started_at
         self._lifetime_s: float | None = None
         self._ended = asyncio.Event()
-        self._oom_kills = OomKills(process.pid, cgroups=watch.cgroups)
+        self._oom_kills = OomKills(process.pid)
         self._descriptor = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
 
@@ -184,7 +174,7 @@ class ChildProcess:
         output: int,
         *,
         pass_fds: Sequence[int] = (),
-        watch: ChildWatch = _WATCH,
+        tick_s: float = TICK_S,
     ) -> ChildProcess:
         """Start `argv` with the whole environment `environ`. Its output goes to the descriptor `output`; it inherits
         `pass_fds`.
@@ -196,7 +186,7 @@ class ChildProcess:
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             process = spawn_leader(argv, {**environ, **heartbeat.environ}, output, pass_fds=passed)
-        return cls(process, started_at, heartbeat, watch)
+        return cls(process, started_at, heartbeat, tick_s)
 
     @classmethod
     async def fork(
@@ -208,14 +198,14 @@ class ChildProcess:
         *,
         pass_fds: Sequence[int] = (),
         timeout_s: float,
-        watch: ChildWatch = _WATCH,
+        tick_s: float = TICK_S,
     ) -> ChildProcess:
         """As `spawn`, with `argv` from the command on, as a fork of the warm process. Raises NotForked."""
         started_at, heartbeat = time.monotonic(), HeartbeatPipe()
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             pid = await warm.fork(argv, {**environ, **heartbeat.environ}, output, passed, timeout_s=timeout_s)
-        return cls(ForkedChild(pid), started_at, heartbeat, watch)
+        return cls(ForkedChild(pid), started_at, heartbeat, tick_s)
 
     @property
     def pid(self) -> int:

@@ -59,8 +59,7 @@ def find_on_hub(
     from huggingface_hub import get_token, try_to_load_from_cache
 
     hub = hub or ModelHub.of_this_host()
-    cached = (try_to_load_from_cache(model, name, cache_dir=hub.cache, revision=revision) for name in _CONFIGS)
-    if any(isinstance(path, str) for path in cached):
+    if any(isinstance(try_to_load_from_cache(model, name, hub.cache, revision), str) for name in _CONFIGS):
         return
     missing = f"model {model} is neither a folder nor in this machine's cache of models"
     if hub.is_disabled:
@@ -153,20 +152,18 @@ def _is_on_hub(name: str) -> bool:
     return is_hub_name(name) and not Path(name).is_dir() and not name.endswith(".gguf")
 
 
+#: Brings a repository's files, but the weights, into this host's cache; returns the folder. Raises OSError, ValueError.
+Download = Callable[[Repository], str]
+
+
 def _download(repository: Repository) -> str:
-    """Bring a repository's files, but the weights, into this host's cache; return their folder. Raises OSError or
-    ValueError."""
     from huggingface_hub import snapshot_download  # comes with vLLM; half a second
 
-    name, revision = repository
-    return snapshot_download(name, revision=revision, ignore_patterns=_WEIGHTS)
+    return snapshot_download(repository.name, revision=repository.revision, ignore_patterns=_WEIGHTS)
 
 
 async def fetch_files(
-    wanted: Sequence[Repository],
-    *,
-    code_revision: str | None = None,
-    download: Callable[[Repository], str] = _download,
+    wanted: Sequence[Repository], *, code_revision: str | None = None, download: Download = _download
 ) -> None:
     """Bring the files of repositories, but their weights, and the code of others that they name, into this host's
     cache; what is there already is used if the hub cannot be reached. Raises StartupFailed."""
@@ -195,14 +192,14 @@ async def _in_thread(work: Callable[[], None]) -> None:
     await done
 
 
-def _fetch_all(wanted: Sequence[Repository], code_revision: str | None, download: Callable[[Repository], str]) -> None:
+def _fetch_all(wanted: Sequence[Repository], code_revision: str | None, download: Download) -> None:
     folders = [_fetch(repository, download) for repository in wanted]
     code = {name for folder in folders for name in _code_repositories(folder)}
     for name in code - {repository.name for repository in wanted}:
         _fetch(Repository(name, code_revision), download)
 
 
-def _fetch(repository: Repository, download: Callable[[Repository], str]) -> Path:
+def _fetch(repository: Repository, download: Download) -> Path:
     try:
         return Path(download(repository))
     except (OSError, ValueError) as error:

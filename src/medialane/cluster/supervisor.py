@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from medialane.cluster.child_process import INTERPRETER, NOT_NEEDED, ChildProcess, ChildWatch, ProcessSpec
+from medialane.cluster.child_process import INTERPRETER, NOT_NEEDED, ChildProcess, ProcessSpec
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
@@ -103,7 +103,6 @@ class SupervisorContext:
     exits: ExitCounts
     stopping: asyncio.Event
     all_ready: asyncio.Event
-    watch: ChildWatch
 
 
 class Supervisor:
@@ -112,18 +111,10 @@ class Supervisor:
     Logs are written to the folder `logs`, one file per process.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[ProcessSpec],
-        *,
-        config: ClusterConfig,
-        logs: Path,
-        observer: Observer,
-        watch: ChildWatch | None = None,
-    ) -> None:
+    def __init__(self, specs: Sequence[ProcessSpec], *, config: ClusterConfig, logs: Path, observer: Observer) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = SupervisorContext(
-            config, observer, OrphanReaper(), ExitCounts(logs), asyncio.Event(), asyncio.Event(), watch or ChildWatch()
+            config, observer, OrphanReaper(), ExitCounts(logs), asyncio.Event(), asyncio.Event()
         )
         self._supervisors: dict[str, ProcessSupervisor] = {}
         for spec in specs:
@@ -387,8 +378,9 @@ class ProcessSupervisor:
                     return await self._fork_once_warm(self.spec.warm, environ, output)
                 except NotForked as error:
                     logger.warning("%s is started from scratch: %s", self.spec.name, error)
-            passed, watch = self.spec.pass_fds, self._context.watch
-            return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=passed, watch=watch)
+            return ChildProcess.spawn(
+                self.spec.argv, environ, output, pass_fds=self.spec.pass_fds, tick_s=self.spec.tick_s
+            )
         finally:
             os.close(output)
 
@@ -413,9 +405,9 @@ class ProcessSupervisor:
         self, warm: WarmProcess, environ: Mapping[str, str], output: int, timeout_s: float
     ) -> ChildProcess | None:
         """Return None if the supervisor stops meanwhile. Raises NotForked."""
-        argv, passed, watch = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds, self._context.watch
+        argv, passed, tick_s = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds, self.spec.tick_s
         forking = asyncio.create_task(
-            ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s, watch=watch)
+            ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s, tick_s=tick_s)
         )
         self.is_forking = True
         try:

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -68,7 +69,7 @@ def done():
 
 def compared(done, *, keep=False, token_ids=(1, 2)):
     plain, ours = FakeServer("plain vLLM", done), FakeServer("medialane", done, token_ids)
-    return demo.compared(IMAGES, lambda: MODEL, plain=plain, ours=ours, keep=keep)
+    return demo.compared(IMAGES, lambda: Path(MODEL), plain=plain, ours=ours, keep=keep)
 
 
 PLAIN = ["plain vLLM starts", "plain vLLM has answered", "plain vLLM stops"]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medialane.cluster import ChildWatch, ProcessSpec, Supervisor
+from medialane.cluster import ProcessSpec, Supervisor
 from medialane.config import ClusterConfig
 from medialane.runtime.phase import Phase
 
@@ -72,16 +72,9 @@ def script_part(folder: Path, name: str, script: str, **options) -> ProcessSpec:
     return ProcessSpec(name, argv, {}, PathExists(folder / f"{name}.ready"), **{"stop_timeout_s": 2.0, **options})
 
 
-def make_supervisor(
-    folder: Path,
-    observer: Recorder,
-    parts: Sequence[ProcessSpec],
-    *,
-    watch: ChildWatch | None = None,
-    **settings: float,
-) -> Supervisor:
+def make_supervisor(folder: Path, observer: Recorder, parts: Sequence[ProcessSpec], **settings) -> Supervisor:
     config = ClusterConfig(**{"restart_initial_s": 0.05, "restart_max_s": 0.2, "start_timeout_s": 10.0, **settings})
-    return Supervisor(parts, config=config, logs=folder, observer=observer, watch=watch)
+    return Supervisor(parts, config=config, logs=folder, observer=observer)
 
 
 def is_running(pid: int) -> bool:

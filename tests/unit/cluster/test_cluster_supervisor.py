@@ -5,13 +5,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import ChildWatch, running
+from medialane.cluster import child_process, running
 from medialane.runtime.phase import exits_of_host, hang_problems
+from medialane.runtime.resources import OomKills
 from medialane.types.errors import StartupFailed
 from waiting import eventually, wait_until
 
@@ -80,7 +82,7 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
 
 
 #: A process may be silent for 1 s, and busy for 3.
-QUICK = ChildWatch(tick_s=0.1)
+TICK_S = 0.1
 
 BEATS = "ready()\nwhile True: beat(); time.sleep(0.1)"  # time: of a heartbeat
 
@@ -88,8 +90,8 @@ BEATS = "ready()\nwhile True: beat(); time.sleep(0.1)"  # time: of a heartbeat
 @pytest.mark.parametrize("script", [BEATS, IDLE], ids=["with beats", "while it starts"])
 async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path, script):
     seen = Recorder()
-    parts = [script_part(tmp_path, name, script) for name in ("store", "other")]
-    async with running(make_supervisor(tmp_path, seen, parts, watch=QUICK)) as supervisor:
+    parts = [script_part(tmp_path, name, script, tick_s=TICK_S) for name in ("store", "other")]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         before = supervisor.pids
         for number in (signal.SIGSTOP, signal.SIGCONT):
             os.kill(before["store"], number)
@@ -105,8 +107,8 @@ async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path,
 async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, monkeypatch, hang):
     seen, once = Recorder(), tmp_path / "once"
     blocks = f"ready(); beat()\nif not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); {hang}\n"
-    parts = [script_part(tmp_path, "store", blocks + BEATS), script_part(tmp_path, "other", BEATS)]
-    async with running(make_supervisor(tmp_path, seen, parts, watch=QUICK)) as supervisor:
+    parts = [script_part(tmp_path, *part, tick_s=TICK_S) for part in (("store", blocks + BEATS), ("other", BEATS))]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         other = supervisor.pids["other"]
         monkeypatch.setenv("MEDIALANE_PHASE_FILE", str(tmp_path / "store.phase"))
         await eventually(lambda: seen.count("ready", "store") == 2)
@@ -122,8 +124,8 @@ async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, monke
 async def test_process_that_is_long_in_a_computation_is_no_hang(tmp_path):
     seen = Recorder()
     computes = "ready(); beat(); end = time.monotonic() + 1.7\nwhile time.monotonic() < end: pass\n"
-    parts = [script_part(tmp_path, "store", computes + BEATS)]
-    async with running(make_supervisor(tmp_path, seen, parts, watch=QUICK)):
+    parts = [script_part(tmp_path, "store", computes + BEATS, tick_s=TICK_S)]
+    async with running(make_supervisor(tmp_path, seen, parts)):
         await asyncio.sleep(2.5)  # time: of the computation, and some beats
     assert not seen.ends("store")
 
@@ -165,20 +167,20 @@ async def test_process_that_is_ready_and_exits_without_an_error_again_and_again_
         ),
     ],
 )
-async def test_lack_of_memory_is_named_as_the_cause(tmp_path, end, how):
+async def test_lack_of_memory_is_named_as_the_cause(tmp_path, monkeypatch, end, how):
     counters = tmp_path / "memory.events"
     counters.write_text("oom_kill 0\n")
-    watch = ChildWatch(cgroups=tmp_path)
+    monkeypatch.setattr(child_process, "OomKills", partial(OomKills, cgroups=tmp_path))  # the kernel's counters
     killed = f"open({str(counters)!r}, 'w').write('oom_kill 1\\n'); {end}"
     seen = Recorder()
     later = script_part(tmp_path, "later", f"ready(); time.sleep(0.5); {killed}")  # time: seen ready before
-    async with running(make_supervisor(tmp_path, seen, [later], watch=watch)):
+    async with running(make_supervisor(tmp_path, seen, [later])):
         await eventually(lambda: seen.count("ended"))
     assert seen.count("ended", "later", how) == 1
     counters.write_text("oom_kill 0\n")
     in_start = script_part(tmp_path, "worker 0", f"print('medialane: error: no engine', flush=True); {killed}")
     with pytest.raises(StartupFailed) as failed:
-        async with running(make_supervisor(tmp_path, seen, [in_start], watch=watch)):
+        async with running(make_supervisor(tmp_path, seen, [in_start])):
             pytest.fail("it is not ready")
     assert failed.value.message == f"worker 0: no engine ({how})"
 

@@ -114,8 +114,7 @@ def _other_version(version: str, node: str) -> RunEnd | None:
 
 class RayCluster:
     """The cluster at `address`: a node's `HOST:PORT`, or `ray://...` is refused. Without one, that of RAY_ADDRESS or of
-    this host, else a new one of this host alone. `api` is Ray, or a fake of what is used of it. Raises
-    StartupFailed."""
+    this host, else a new one of this host alone. `api` is Ray, or its fake. Raises StartupFailed."""
 
     def __init__(self, address: str = "", *, api: ModuleType = ray, times: RayTimes = _TIMES) -> None:
         if address.startswith("ray://"):
