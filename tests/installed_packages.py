@@ -1,8 +1,17 @@
 """Installed distributions, as packages of their names report them."""
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
+
+def is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, number: str) -> Path:

@@ -12,7 +12,8 @@ from joined_gateway import Gateway
 
 from medialane import __version__
 from medialane.cluster import members
-from medialane.cluster.ray import RemoteSpec, shared_path
+from medialane.cluster.ray import RemoteSpec
+from medialane.cluster.ray.remote import shared_path
 from medialane.types.errors import StartupFailed
 from waiting import eventually
 

@@ -378,9 +378,8 @@ class ProcessSupervisor:
                     return await self._fork_once_warm(self.spec.warm, environ, output)
                 except NotForked as error:
                     logger.warning("%s is started from scratch: %s", self.spec.name, error)
-            return ChildProcess.spawn(
-                self.spec.argv, environ, output, pass_fds=self.spec.pass_fds, tick_s=self.spec.tick_s
-            )
+            spec = self.spec
+            return ChildProcess.spawn(spec.argv, environ, output, pass_fds=spec.pass_fds, tick_s=spec.tick_s)
         finally:
             os.close(output)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from installed_packages import install
 
-from medialane.cluster import installed_version
+from installed_packages import install, is_installed
 from medialane.cluster.ray import RemoteProcess, RemoteSpec, remote_argv, remote_environ
 from medialane.types.errors import StartupFailed
 from waiting import eventually
@@ -82,7 +81,7 @@ def test_worker_without_reserved_gpus_sees_none():
 def test_reserved_gpus_that_vllm_cannot_use_are_an_error(monkeypatch, tmp_path, is_for_cpu, reason):
     if not is_for_cpu:
         install(monkeypatch, tmp_path, "vllm", "0.32.0")
-    elif installed_version("vllm"):
+    elif is_installed("vllm"):
         pytest.skip("the installed vLLM is not for CPUs")
     with pytest.raises(StartupFailed, match=f"1 GPU reserved on {HOST}, but .*{reason}"):
         remote_environ(spec(num_gpus=1), {"CUDA_VISIBLE_DEVICES": ""})

@@ -2,9 +2,8 @@ import sys
 
 import msgspec
 import pytest
-from installed_packages import install
 
-from medialane.cluster import installed_version
+from installed_packages import install, is_installed
 from medialane.cluster.ray import Nodes, gateway_specs, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.types.errors import StartupFailed
@@ -25,7 +24,7 @@ def vllm_for_gpus(monkeypatch, tmp_path):
 def remove(vllm_for_gpus):
     """Leave the one that is installed in truth."""
     sys.path.remove(str(vllm_for_gpus))
-    if installed_version("vllm"):
+    if is_installed("vllm"):
         pytest.skip("the installed vLLM is not for CPUs")
 
 

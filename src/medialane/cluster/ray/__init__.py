@@ -12,7 +12,6 @@ from medialane.cluster.ray.remote import (
     gateway_specs,
     remote_argv,
     remote_environ,
-    shared_path,
     with_join_addresses,
     worker_specs,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "gateway_specs",
     "remote_argv",
     "remote_environ",
-    "shared_path",
     "with_join_addresses",
     "worker_specs",
 ]

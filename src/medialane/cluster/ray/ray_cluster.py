@@ -54,9 +54,8 @@ _MAX_SHOWN_CHARACTERS = 400
 
 class RayTimes(NamedTuple):
     """How often it is checked that Ray's services listen, and how long they may be away, for a restart of the head:
-    longer, and Ray ends this process without a word (gcs_rpc_server_reconnect_timeout_s, 60 s). Time after which
-    missing resources are reported, and interval of further reports; a cluster that grows on demand may still provide
-    them."""
+    longer, and Ray ends this process without a word (gcs_rpc_server_reconnect_timeout_s, 60 s). When missing resources
+    are reported, and the interval of further reports; a cluster that grows on demand may still provide them."""
 
     check_s: float = 2.0
     lost_s: float = 30.0
