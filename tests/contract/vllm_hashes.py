@@ -3,4 +3,4 @@
 
 def vllm_hashes(processor, inputs):
     """Return the hashes by modality. No public method of a processor returns them without processing the items."""
-    return processor._get_mm_hashes(inputs)
+    return processor._get_mm_hashes(inputs)  # vLLM's own

@@ -226,9 +226,10 @@ class Parts:
         assembler: FakeAssembler | None = None,
         link: type[WorkerLink] = WorkerLink,
         shm: type[ShmTransport] = ShmTransport,
+        grants: type[StoreGrants] = StoreGrants,
     ) -> None:
-        """With `beside`, another gateway of that one's host, with the same store; `transports` are tried first. `link`
-        and `shm` may be fakes that fail."""
+        """With `beside`, another gateway of that one's host, with the same store; `transports` are tried first. `link`,
+        `shm` and `grants` may be fakes that fail."""
         self.arena = arena
         self._rpc = rpc
         self._beside = beside
@@ -244,7 +245,7 @@ class Parts:
         self._routing = routing
         self._transports = transports
         self._assembler = assembler or FakeAssembler(max_tokens)
-        self._new_link, self._new_shm = link, shm
+        self._new_link, self._new_shm, self._new_grants = link, shm, grants
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -267,7 +268,7 @@ class Parts:
         link.watch(lambda _: self.links.arena_changed())
         self.features = self.store.features
         shm = self._new_shm(HoldPasser(link, retention_s=0.0))
-        pull = PullTransport(StoreGrants(link), transfer.mover)
+        pull = PullTransport(self._new_grants(link), transfer.mover)
         inline = InlineTransport(link.tensor, transfer.max_inline_bytes)
         router = self.router = Router(self._routing)
         self.gateway = Gateway(

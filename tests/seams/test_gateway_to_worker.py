@@ -357,7 +357,8 @@ async def test_preparation_continues_for_a_remaining_request(arena, preparers, w
                 return await parts.answer(prompt(png(), options=b'{"sleep_s": 0.6}'))
 
         def num_waiting():
-            return [flight.num_waiters for flight in parts.store.items._preparing._flights.values()]
+            flights = parts.store.items._preparing._flights  # nobody else sees when the store has the second call
+            return [flight.num_waiters for flight in flights.values()]
 
         leaving, staying = asyncio.create_task(one()), asyncio.create_task(one())
         await eventually(lambda: preparers.stats().num_busy == 1 and num_waiting() == [2])

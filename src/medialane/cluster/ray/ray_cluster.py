@@ -42,7 +42,6 @@ _ANSWER_S = 2.0
 _HEAD, _RAYLET = "Ray's head (GCS)", "Ray's raylet of this host"
 #: Besides a process's own timeout: for the call to its actor.
 _CALL_S = 5.0
-_CONNECT_S = 5.0
 #: Of a node that is started here: its smallest, as no object goes through Ray, and /dev/shm is for the arena.
 _OBJECT_STORE_BYTES = 80 << 20
 #: Of `node:ADDRESS`, of which a node has 1.
@@ -61,6 +60,7 @@ class RayTimes(NamedTuple):
     lost_s: float = 30.0
     report_s: float = 5.0
     report_again_s: float = 30.0
+    connect_s: float = 5.0
 
 
 _TIMES = RayTimes()
@@ -122,7 +122,7 @@ class RayCluster:
         self._ray, self._times = api, times
         self._is_own = not api.is_initialized()  # otherwise of the embedding program
         if self._is_own:
-            _connect(address, api)
+            _connect(address, api, times.connect_s)
         self._actors: dict[str, Any] = {}
         self._runs: dict[str, asyncio.Future[RunEnd]] = {}
         self._specs: dict[str, RemoteSpec] = {}
@@ -311,9 +311,9 @@ class RayCluster:
         return waiting.result()
 
 
-def _connect(address: str, api: ModuleType) -> None:
+def _connect(address: str, api: ModuleType, timeout_s: float) -> None:
     address = address or os.environ.get("RAY_ADDRESS", "")
-    _check_reachable(address)
+    _check_reachable(address, timeout_s)
     settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "include_dashboard": False}
     # Of a client's job; for others Ray's workers import from the driver's working directory first.
     settings["job_config"] = JobConfig(_client_job=True)
@@ -330,13 +330,13 @@ def _connect(address: str, api: ModuleType) -> None:
         raise StartupFailed(f"cannot connect to Ray{where}: {_brief(error)}{hint}") from error
 
 
-def _check_reachable(address: str) -> None:
+def _check_reachable(address: str, timeout_s: float) -> None:
     """Raise StartupFailed if no process listens at HOST:PORT: Ray would try for a minute, and then abort."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         return  # auto, local: Ray's own words
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except (OSError, OverflowError) as error:
         why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
         raise StartupFailed(
