@@ -49,41 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser, folder: Path = FOLDER) -> Non
 
 
 def run(args: argparse.Namespace, folder: Path = FOLDER) -> int:
-    """Run the benchmark, or all of `folder`; 0 if every bar is reached, 1 if one is missed. Raises StartupFailed."""
+    """Run the benchmark, or all of `folder`; 0 if every bar is reached, 1 if one is missed. The JSON file is written
+    after each, so that no result is lost. Raises StartupFailed."""
     # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like this.
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
     enter_environ(Config(), None, str(folder), (), on_gpu=on_gpu, own=own)
-    return run_benchmarks(
-        folder,
-        args.name,
-        json=args.json,
-        quick=args.quick,
-        num_requests=args.requests,
-        other=args.other,
-        observed=args.observed,
-    )
-
-
-def names(folder: Path) -> list[str]:
-    """Return the names of the benchmarks in a folder."""
-    return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
-
-
-def run_benchmarks(
-    folder: Path,
-    name: str,
-    *,
-    json: Path | None,
-    quick: bool,
-    num_requests: int | None = None,
-    other: Path | None = None,
-    observed: bool = False,
-) -> int:
-    """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
-    wanted = _wanted(folder, name)
-    if num_requests is not None and num_requests < 1:
+    wanted, json, other = _wanted(folder, args.name), args.json, args.other
+    if args.requests is not None and args.requests < 1:
         raise StartupFailed("--requests must be positive")
     if other is not None and not (other / "src" / "medialane").is_dir():
         raise StartupFailed(f"--other {other}: not a checkout of medialane")
@@ -96,13 +70,18 @@ def run_benchmarks(
     reports: list[Any] = []
     for benchmark in wanted:
         print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
-        options = harness.Options(quick=quick, num_requests=num_requests, other=other, observed=observed)
+        options = harness.Options(quick=args.quick, num_requests=args.requests, other=other, observed=args.observed)
         report = _load(benchmark).run(options)
         print(harness.show(report), flush=True)
         reports.append(report)
         if json is not None:
             json.write_bytes(harness.document(reports, machine))
     return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names of the benchmarks in a folder."""
+    return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
 
 
 def _wanted(folder: Path, name: str) -> list[str]:

@@ -7,7 +7,6 @@ import asyncio
 import base64
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from rich.table import Table
 
 from medialane.cluster.placement import find_hardware
 from medialane.config import foreign_environ, process_environ, vllm_defaults
+from medialane.runtime.stop import stopped_by_signals
 from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.tools.check.servers import ServerProcess, plain_vllm, server_process
@@ -95,7 +95,8 @@ async def compared(
                     "medialane serves until Ctrl-C. In another terminal:",
                     f"URL={url} MODEL={shlex.quote(model)}",
                 )
-                await _interrupted()
+                with stopped_by_signals() as stop:  # the first: a second one kills
+                    await stop.asked.wait()
     if not keep:
         command = shlex.join(["medialane", "serve", model, "--", *TINY_MODEL_FLAGS])
         _say_next(console, "The demo has stopped its servers. To keep one, `medialane demo --keep`, or:", command)
@@ -231,12 +232,3 @@ def _say_next(console: Console, text: str, command: str) -> None:
     if sys.prefix != sys.base_prefix:
         print(f"  . {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}")
     print(f"  {command}", flush=True)
-
-
-async def _interrupted() -> None:
-    stop, loop, signals = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
-    for number in signals:  # a second one kills
-        loop.remove_signal_handler(number)
