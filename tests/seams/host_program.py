@@ -12,8 +12,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,23 +210,15 @@ async def gateway(folder: Path, name: str) -> int:
             await gates.passed("before find")
             return await super().processed(ref, *arguments, **options)
 
-    class GatedFairness(LoopFairness):
-        """Whose steps are uploads; other work does not wait."""
-
-        async def run(self, num_bytes: int, work: Callable[[], object]) -> object:
-            return await others.run(num_bytes, work)
-
-        @asynccontextmanager
-        async def step(self, num_bytes: int) -> AsyncIterator[None]:
+        async def _write(self, *arguments) -> None:
             await gates.passed("upload")
-            async with super().step(num_bytes):
-                yield
+            await super()._write(*arguments)  # the copy alone: what is counted and hashed does not wait
 
     settings = dict(FakeProcessor.settings)
     client = StoreClientTask(
         address(folder, "store"), str(folder), rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor=settings
     )
-    fairness, others = GatedFairness(), LoopFairness()
+    fairness = LoopFairness()
     features = GatedFeatures(client.link, processor_digest=digest(settings), fairness=fairness, media=MEDIA)
     place = place_of(folder)
     addresses = place.workers or [address(folder, found) for found in WORKERS]
@@ -245,7 +237,6 @@ async def gateway(folder: Path, name: str) -> int:
             server.close()
         await client.close()
     fairness.close()
-    others.close()
     return 0
 
 

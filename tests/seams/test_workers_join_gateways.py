@@ -263,20 +263,22 @@ async def test_workers_may_differ_in_block_size_and_length(cluster):
     await eventually(lambda: gateway.ready == {"a", "b"})
 
 
-async def test_second_worker_of_a_name_waits_until_the_first_is_lost(cluster):
+async def test_second_worker_of_a_name_waits_until_the_first_is_lost(cluster, caplog):
+    caplog.set_level("INFO")
     gateway = await cluster.gateway()
     first = await cluster.worker("w", gateway.port, worker_id="first")
     await eventually(lambda: gateway.ready == {"w"})
     await cluster.worker("w", gateway.port, worker_id="second")
     refused = gateway.pool.links["w"]
-    await eventually(lambda: gateway.server.num_joining == 2)
+    await eventually(lambda: "another worker named w is connected" in caplog.text)
     assert refused.client.welcome.worker_id == "first"
     await first.leave()
     await eventually(lambda: gateway.ready and gateway.pool.links["w"].client.welcome.worker_id == "second")
 
 
 async def test_connection_whose_loss_the_gateway_has_not_noticed_is_replaced(cluster):
-    gateway = await cluster.gateway(rpc=msgspec.structs.replace(RPC, heartbeat_timeout_s=3600.0))
+    notices_nothing = msgspec.structs.replace(RPC, heartbeat_timeout_s=3600.0, tcp_heartbeat_timeout_s=3600.0)
+    gateway = await cluster.gateway(rpc=notices_nothing)
     proxy = await cluster.proxy(gateway)
     worker = await cluster.worker("w", proxy.port)
     await eventually(lambda: gateway.ready == {"w"})

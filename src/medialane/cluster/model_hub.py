@@ -159,7 +159,7 @@ Download = Callable[[Repository], str]
 def _download(repository: Repository) -> str:
     from huggingface_hub import snapshot_download  # comes with vLLM; half a second
 
-    return snapshot_download(repository.name, revision=repository.revision, ignore_patterns=_WEIGHTS)
+    return str(snapshot_download(repository.name, revision=repository.revision, ignore_patterns=_WEIGHTS))
 
 
 async def fetch_files(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from medialane.cli import main
+from medialane.observability import ACCESS_LOGGER
 
 
 def run_command(*words: str) -> int:
@@ -18,7 +19,7 @@ def run_command(*words: str) -> int:
 def unchanged_process() -> Iterator[None]:
     """Restore what a command changes of its process before it serves."""
     environ, root = dict(os.environ), logging.getLogger()
-    handlers, loggers = root.handlers[:], [root, *map(logging.getLogger, ("medialane", "medialane.access"))]
+    handlers, loggers = root.handlers[:], [root, *map(logging.getLogger, ("medialane", ACCESS_LOGGER))]
     levels = [logger.level for logger in loggers]
     try:
         yield

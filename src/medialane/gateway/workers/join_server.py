@@ -35,11 +35,6 @@ class JoinServer:
         self._unidentified = PendingConnections(_end_unidentified)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_joining(self) -> int:
-        """Connections of workers, whether they have joined or not yet."""
-        return len(self._tasks)
-
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to. Raises StartupFailed if it cannot."""
         authentication = Security.load(self._config).authentication("rpc", Role.GATEWAY, Role.WORKER)
