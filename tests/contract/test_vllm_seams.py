@@ -10,6 +10,9 @@ import pytest
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import GROUPS
 
+#: Another test of this process may have loaded our plugin, which replaces vLLM's class.
+pytestmark = pytest.mark.usefixtures("vllms_condition")
+
 SEAMS = [seam for group in GROUPS for seam in group.seams]
 
 

@@ -17,7 +17,7 @@ from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeat
 from medialane.types.feature import MediaPrompt
 from medialane.types.media import MediaRef
 from otlp_collector import http_collector
-from waiting import eventually
+from waiting import eventually, iterations
 
 CARD = msgspec.structs.replace(ENCODER_CARD, role="encoder")
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -244,6 +244,7 @@ async def test_cancelled_client_does_not_end_the_encode_request_of_another(host)
     first_timeline = host.timeline
     second = asyncio.create_task(host.answer(png(), request_id="second"))
     await eventually(lambda: host.timeline is not first_timeline and host.timeline.current == "encode")
+    await iterations(2)  # until it waits for the encoder, too
     first.cancel()
     assert await second
     assert (host.encoder.num_requests, host.encoder.num_encoded, host.worker.num_encoded) == (1, 1, 0)
