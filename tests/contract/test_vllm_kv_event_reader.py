@@ -10,7 +10,6 @@ from vllm.distributed import kv_events as vllm_events
 
 from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.plugin import PrivateFolder
 from waiting import eventually
 
@@ -22,7 +21,7 @@ class Ranks:
 
     def __init__(self, num_ranks=1, *, silence_s=2.0, **settings):
         self._folder = PrivateFolder()
-        self.reader = KvEventReader(self._folder.path, silence_s=silence_s)
+        self.reader = kv_events.KvEventReader(self._folder.path, silence_s=silence_s)
         config = self.reader.config
         for name, value in settings.items():
             setattr(config, name, value)

@@ -18,7 +18,6 @@ import pytest
 from medialane.arena import kept_arenas, reap
 from medialane.cli import main, store
 from medialane.cli.doctor import check_kept_arenas
-from medialane.cli.store import StoreParts, nixl_mover, published_images
 from medialane.cluster import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.media import MediaConfig
@@ -56,7 +55,7 @@ def address():
 
 
 async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, caplog, tmp_path):
-    parts = StoreParts(processor=NO_PROCESSOR_FACTORY)
+    parts = store.StoreParts(processor=NO_PROCESSOR_FACTORY)
     async with asyncio.timeout(30):
         assert await store.serve(config, str(tmp_path), [], address, parts=parts) == NOT_NEEDED
     assert "this model takes no media" in caplog.text
@@ -125,7 +124,7 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
             await super().start()
 
     config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
-    serving = asyncio.create_task(store.serve(config, "model", [], address, parts=StoreParts(pool=SlowPool)))
+    serving = asyncio.create_task(store.serve(config, "model", [], address, parts=store.StoreParts(pool=SlowPool)))
     link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.arena is not None and link.status is not None)
@@ -146,7 +145,7 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
 
 
 async def test_store_reads_published_images_if_the_operator_allows_it(config, address):
-    parts = StoreParts(mover=partial(NixlMover, factory=FAKE))
+    parts = store.StoreParts(mover=partial(NixlMover, factory=FAKE))
     settings = {**SETTINGS, "stage": "url", "allow-media-rdma": "true", "peer-nixl": "on"}
     config = load_config({**settings, "arena-directory": config.arena.directory}, environ={})
     serving = asyncio.create_task(store.serve(config, "model", [], address, parts=parts))
@@ -243,23 +242,23 @@ def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_
     if has_rdma:
         (tmp_path / "mlx5_0").mkdir()
     config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
-    assert (nixl_mover(config, "0" * 32, 1, devices=tmp_path) is not None) == expected
+    assert (store.nixl_mover(config, "0" * 32, 1, devices=tmp_path) is not None) == expected
 
 
 def test_missing_nixl_is_logged_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "nixl", None)  # absent
     with caplog.at_level(logging.INFO):
-        assert nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32, 1) is None
+        assert store.nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32, 1) is None
     assert len(caplog.records) == 1
 
 
 def test_published_images_need_nixl():
     config = Config(media=MediaConfig(allow_rdma=True), store=StoreConfig(nixl="on"))
-    mover = nixl_mover(config, "0" * 32, 1)
-    assert isinstance(published_images(config.media, None, None, mover), PublishedImages)
-    assert published_images(MediaConfig(), None, None, mover) is None
+    mover = store.nixl_mover(config, "0" * 32, 1)
+    assert isinstance(store.published_images(config.media, None, None, mover), PublishedImages)
+    assert store.published_images(MediaConfig(), None, None, mover) is None
     with pytest.raises(StartupFailed, match="--peer-nixl on"):
-        published_images(config.media, None, None, None)
+        store.published_images(config.media, None, None, None)
 
 
 async def test_kept_arena_is_adopted_by_the_next_store_and_named_until_then(config, address, capfd):
