@@ -199,6 +199,7 @@ class _Store:
     ) -> None:
         self._config = config
         self._make_mover = parts.mover
+        self._server: StoreServer
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
         self._holds = arena.record_holds() if config.store.debug_holds else None
