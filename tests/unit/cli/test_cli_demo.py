@@ -61,6 +61,12 @@ class FakeServer:
         )
 
 
+@pytest.fixture(autouse=True)
+async def _client_loads_certificates():
+    """OpenAI's client does when it is made: some ten milliseconds, or much longer on a busy machine."""
+    asyncio.get_running_loop().slow_callback_duration = 10
+
+
 @pytest.fixture
 def done():
     """What the servers do, in order."""
