@@ -157,12 +157,12 @@ class WorkerEncoder:
     """The encoder of the model that a process runs, for a few small items at start. `worker` is vLLM's."""
 
     def __init__(self, worker: Any) -> None:
-        self._runner = worker.model_runner
-        self._config = worker.vllm_config.model_config
+        self.runner = worker.model_runner
+        self.model_config = worker.vllm_config.model_config
 
     def sample_inputs(self) -> dict[str, Any]:
         """Return a processed prompt with one small item for each modality that requests may contain."""
-        processor = new_processor(self._config)
+        processor = new_processor(self.model_config)
         samples = {}
         for modality, limit in processor.info.allowed_mm_limits.items():
             if limit and modality in _SAMPLES:
@@ -171,7 +171,7 @@ class WorkerEncoder:
 
     def sample_of_embeds(self, modality: str, embeds: Any) -> Any:
         """Return a processed prompt with one item that is given by its embeddings, in a form of vLLM's chat parser."""
-        processor = new_processor(self._config)
+        processor = new_processor(self.model_config)
         prompt = _dummies(processor, modality).prompt
         data = {modality: embeds_data(modality, [embeds], processor)}
         items = processor.info.parse_mm_data(data, validate=False)  # whether clients may send them is asked elsewhere
@@ -179,10 +179,10 @@ class WorkerEncoder:
 
     def embeddings_of(self, modality: str, item: MultiModalKwargsItem) -> torch.Tensor:
         """Run the model's encoder over one item."""
-        device = self._runner.device
+        device = self.runner.device
         ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device=device, pin_memory=False)
         with torch.inference_mode():
-            (output,) = self._runner.get_model().embed_multimodal(**batch)
+            (output,) = self.runner.get_model().embed_multimodal(**batch)
         return output
 
     def mrope_positions(
@@ -193,10 +193,10 @@ class WorkerEncoder:
         A token of text is added, as in prompts of requests: samples may end with the item, and some models (Qwen3-Omni)
         compute the position of the token after an item with the item's.
         """
-        if not self._config.uses_mrope:
+        if not self.model_config.uses_mrope:
             return None
         feature = MultiModalFeatureSpec(data=item, modality=modality, identifier="sample", mm_position=place)
-        positions, delta = self._runner.get_model().get_mrope_input_positions([*token_ids, _TEXT_TOKEN], [feature])
+        positions, delta = self.runner.get_model().get_mrope_input_positions([*token_ids, _TEXT_TOKEN], [feature])
         return positions.tolist(), int(delta)
 
 
