@@ -479,7 +479,7 @@ async def gateway_app(
     ask_others = no_others if group is None else group.ask_others
 
     async def reload(_parameters: Mapping[str, str]) -> bytes:
-        """Read keys, certificates and the log's level again; what else has changed needs a restart, and is named."""
+        """Read keys, certificates and the log's level again."""
         return await reloading.reload_all(ask_others)
 
     control = WorkerControl(links, ask_others=ask_others, index=str(addresses.gateway_index))

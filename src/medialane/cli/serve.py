@@ -23,7 +23,7 @@ from medialane.arena import reap
 from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
-from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup, source_flags
+from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup
 from medialane.cluster import Observer, ProcessSpec, Supervisor, local, model_groups
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
@@ -37,8 +37,15 @@ from medialane.cluster.ray import (
     worker_specs,
 )
 from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, ModelTable, SectionName, load_models, process_environ, replace_environ
-from medialane.config.reloading import SettingsSource
+from medialane.config import (
+    Config,
+    ModelTable,
+    SectionName,
+    load_models,
+    log_level_file,
+    process_environ,
+    replace_environ,
+)
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
@@ -109,21 +116,17 @@ def run(args: argparse.Namespace) -> int:
 def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
     """Load the settings; return the models, if they are several. One model of a file becomes that of the command line.
     Raises StartupFailed."""
-    flags, environ, rules = given_settings(args), process_environ(), model_groups.TABLES
-    config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=rules)
+    flags, environ = given_settings(args), process_environ()
+    config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=model_groups.TABLES)
     groups = _groups(args, tables)
-    source = SettingsSource.of(
-        config, sections=SECTIONS, flags=flags, file=args.config, environ=environ, rules=rules if tables else None
-    )
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
     if len(groups) == 1:  # needs no router
         (group,), groups = groups, []
-        config, source = group.config, source.of_model(group.name, group.config)
-        args.model, args.vllm_args = group.model, list(group.vllm_args)
+        config, args.model, args.vllm_args = group.config, group.model, list(group.vllm_args)
         if group.gpus:
             replace_environ({**environ, VISIBLE: ",".join(group.gpus)})
-    return Reloading(config, source), groups
+    return Reloading(config, log_level_file(flags, args.config, environ)), groups
 
 
 def _groups(args: argparse.Namespace, tables: Sequence[ModelTable]) -> list[ModelGroup]:
@@ -197,7 +200,7 @@ def _run(
         # gateways restart: the queue of accepted connections ends with the last descriptor of the socket.
         bind_http(config.server.host, config.server.port) as listener,
     ):
-        specs = _specs(config, reloading.source, args, groups, folder=folder.path, environ=environ, listener=listener)
+        specs = _specs(config, reloading, args, groups, folder=folder.path, environ=environ, listener=listener)
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
         announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
         announce_start = (lambda: None) if args.unannounced else partial(_say, config, announcement)
@@ -219,7 +222,7 @@ def _run(
 
 def _specs(
     config: Config,
-    source: SettingsSource,
+    reloading: Reloading,
     args: argparse.Namespace,
     groups: Sequence[ModelGroup],
     *,
@@ -229,8 +232,6 @@ def _specs(
 ) -> list[ProcessSpec]:
     hardware = find_hardware(environ)
     if groups:
-        sources = [source.of_model(group.name, group.config) for group in groups]
-        common_flags = [_source_flags(each, folder, str(number)) for number, each in enumerate(sources)]
         return model_groups.process_specs(
             groups,
             config,
@@ -239,8 +240,7 @@ def _specs(
             hardware=hardware,
             environ=environ,
             listener=listener,
-            common_flags=common_flags,
-            router_flags=_source_flags(source, folder, ""),
+            common_flags=reloading.flags,
         )
     return local.process_specs(
         config,
@@ -251,15 +251,8 @@ def _specs(
         environ=environ,
         listener=listener,
         store_socket=args.store_socket,
-        common_flags=_source_flags(source, folder, ""),
+        common_flags=reloading.flags,
     )
-
-
-def _source_flags(source: SettingsSource, folder: Path, name: str) -> list[str]:
-    """Write where settings come from; return the flags that have a process read them from there."""
-    path = folder / f"settings{name}.json"
-    source.write(path)
-    return source_flags(str(path))
 
 
 def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[ModelGroup], *, needs_key: bool) -> str:

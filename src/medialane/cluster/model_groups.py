@@ -175,11 +175,10 @@ def process_specs(
     hardware: Hardware,
     environ: Mapping[str, str],
     listener: socket.socket,
-    common_flags: Sequence[Sequence[str]],
-    router_flags: Sequence[str] = (),
+    common_flags: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the specifications of all processes; `config` and `vllm_args` are those of all models, `common_flags` are
-    for the processes of each one, `router_flags` for the name router. Raises StartupFailed."""
+    for the processes of each one and the name router. Raises StartupFailed."""
     engines = [local.engines_of(group.config) for group in groups]
     num_engines = sum(each.total for each in engines)
     specs, served = [], []
@@ -196,7 +195,7 @@ def process_specs(
             hardware=group_hardware,
             environ=environ,
             place=place,
-            common_flags=common_flags[number],
+            common_flags=common_flags,
         )
         sockets = local.http_sockets(group.config, own, group_hardware)
         served.append(ServedModel(group.name, group.served_names, tuple(map(str, sockets)), adapters(group)))
@@ -204,7 +203,7 @@ def process_specs(
         config,
         vllm_args,
         served,
-        flags=router_flags,
+        flags=common_flags,
         folder=folder,
         environ=environ,
         listener=listener,
