@@ -15,8 +15,6 @@ from medialane.arena.layout import (
     LINEAGE_BYTES,
     Lineage,
     describe,
-    is_completed,
-    is_header,
     is_valid,
     layout,
 )
@@ -45,8 +43,6 @@ __all__ = [
     "Unfinished",
     "describe",
     "header_bytes",
-    "is_completed",
-    "is_header",
     "is_valid",
     "kept_arenas",
     "layout",
