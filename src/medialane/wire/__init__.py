@@ -82,7 +82,6 @@ __all__ = [
     "Output",
     "Payload",
     "Pending",
-    "PendingConnections",
     "PendingEnded",
     "Ping",
     "Pong",
