@@ -19,7 +19,7 @@ from medialane.arena.layout import (
     layout,
 )
 from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
-from medialane.arena.locks import ClientSlot, FillWriter
+from medialane.arena.locks import ClientSlot, FillWriter, new_slot
 from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, kept_arenas, reap
 from medialane.arena.view import ArenaView
@@ -46,5 +46,6 @@ __all__ = [
     "is_valid",
     "kept_arenas",
     "layout",
+    "new_slot",
     "reap",
 ]

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 
-from medialane.arena import Arena
+from medialane.arena import Arena, new_slot
 from medialane.store.client_use import AbsentClients, ClientUse, UnknownEntry
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
@@ -177,4 +177,4 @@ class StoreServer:
                 return other.slot, other.replace()
         if hello.arena == self._arena.id and hello.slot not in {other.slot for other in self._sessions}:
             return hello.slot, self._absent.take(hello.slot) or ClientUse()
-        return self._arena.new_slot(), ClientUse()
+        return new_slot(), ClientUse()
