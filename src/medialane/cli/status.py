@@ -112,9 +112,7 @@ async def _read_store(address: str) -> StoreStatus:
     hello = StoreHello(client_id=secrets.token_hex(16))
     try:
         async with asyncio.timeout(_STORE_TIMEOUT_S):
-            client = await StoreClient.connect(
-                address, hello, RpcConfig(), holds={}, on_passed=_ignore, on_reclaim=_ignore
-            )
+            client = await StoreClient.connect(address, hello, RpcConfig())
             try:
                 await client.refresh(_STORE_TIMEOUT_S)
             finally:
@@ -126,10 +124,6 @@ async def _read_store(address: str) -> StoreStatus:
     if client.status is None:
         raise StartupFailed(f"{address}: the media store closed the connection")
     return client.status
-
-
-def _ignore(*_: object) -> None:
-    """This client has no holds."""
 
 
 async def _read(urls: Sequence[str], *, key: str, verify: bool) -> list[GatewayState | StartupFailed]:

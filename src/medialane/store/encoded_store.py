@@ -11,7 +11,6 @@ from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
 from medialane.media import MediaConfig, sniff
-from medialane.media.data_url import PIXMAP_TYPE
 from medialane.types.media import EncodedMedia, MediaRef, Modality
 from medialane.types.tensor import EMBEDS_TYPE
 
@@ -51,13 +50,6 @@ class EncodedStore:
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
         return lease
 
-    def reserve(self, num_bytes: int, *, writer: int | None = None) -> Reservation:
-        """Reserve a range for encoded bytes; `writer` is the slot of a client that writes them. The caller owns it.
-
-        Raises ArenaFull, MediaTooLarge.
-        """
-        return self._arena.reserve(num_bytes, "encoded", writer=writer)
-
     def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Lease[EncodedMedia]:
         """Cache the written bytes, whose hash is `content`. The caller owns the lease, and, if `sniff` raises, still
         the reservation."""
@@ -78,10 +70,6 @@ class EncodedStore:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
         media_type = sniff(reservation.buffer, modality, self._config)
         self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
-
-    def keep_pixmap(self, reservation: Reservation, salt: str, content: str) -> None:
-        """Publish the pixels of a published image as a cached entry."""
-        self.publish_as(reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a lease on it."""
