@@ -50,6 +50,13 @@ class EncodedStore:
         lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
         return lease
 
+    def reserve(self, num_bytes: int, *, writer: int | None = None) -> Reservation:
+        """Reserve a range for encoded bytes; `writer` is the slot of a client that writes them. The caller owns it.
+
+        Raises ArenaFull, MediaTooLarge.
+        """
+        return self._arena.reserve(num_bytes, "encoded", writer=writer)
+
     def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Lease[EncodedMedia]:
         """Cache the written bytes, whose hash is `content`. The caller owns the lease, and, if `sniff` raises, still
         the reservation."""

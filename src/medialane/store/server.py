@@ -572,7 +572,7 @@ class StoreSession:
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
-        reservation = self._arena.reserve(num_bytes, "encoded", writer=self.slot)
+        reservation = store.reserve(num_bytes, writer=self.slot)
         await self._written(reservation, SendData(call_id, reservation.range), timeout_s=ANSWER_TIMEOUT_S)
         with reservation:
             return store.publish(reservation, ref, ref.content or "")
