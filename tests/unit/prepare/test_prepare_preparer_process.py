@@ -7,7 +7,8 @@ import subprocess
 import pytest
 
 from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, NoRange, PreparerReady, encode_frame
-from medialane.prepare.preparer_process import PidfdProcess, PreparerLost, PreparerProcess
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.wire.child_channel import PidfdProcess
 
 
 @pytest.fixture
