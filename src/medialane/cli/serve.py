@@ -340,13 +340,14 @@ class RayServe:
     ) -> RemoteSupervisor:
         """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
         from medialane.cli.status import read_state
+        from medialane.gateway import metrics_key
 
         config = self.config
-        url = local.base_url(config, vllm_args)
+        url, key = local.base_url(config, vllm_args), metrics_key(config.gateway)
 
         async def connected() -> set[str]:
             try:
-                return (await read_state(url, verify=False)).connected_workers()
+                return (await read_state(url, key=key, verify=False)).connected_workers()
             except StartupFailed:
                 return set()
 

@@ -17,7 +17,7 @@ from medialane.wire.acceptor import Acceptor
 from medialane.wire.address import TcpAddress, UnixAddress, format_tcp, parse_address
 from medialane.wire.authenticating import authenticate
 from medialane.wire.config import RpcConfig
-from medialane.wire.security import Authentication, Security, check_protection
+from medialane.wire.security import Authentication, Security
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def check_listen(address: str, setting: str, config: RpcConfig) -> None:
     may. Blocking: names are resolved."""
     target, security = parse_address(address, setting), Security.load(config)
     if isinstance(target, TcpAddress):
-        check_protection(target.host, f"{setting} {address}", security)
+        security.check_host(target.host, f"{setting} {address}")
         check_port(*target, setting)
         return
     folder = os.path.dirname(target.path)
