@@ -48,8 +48,8 @@ class Security:
         return Authentication(self, protocol, role, peer_role)
 
     def check_host(self, host: str, setting: str = "") -> None:
-        """Raise StartupFailed, which names the `setting`, if connections to or at `host`, a name or literal address, are
-        not protected as they must be. Of names, only `localhost` is trusted to be loopback."""
+        """Raise StartupFailed, which names the `setting`, if connections to or at `host`, a name or literal address,
+        are not protected as they must be. Of names, only `localhost` is trusted to be loopback."""
         if is_loopback(host):
             return
         has_tls = self.tls is not None or self.is_insecure
