@@ -63,7 +63,7 @@ class Listener:
         async def connect(sock: socket.socket, _: str) -> None:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
 
-        listening = _bind_unix(path)
+        listening = bind_unix(path)
         listening.listen(socket.SOMAXCONN)
         return cls(f"unix:{path}", Acceptor([listening], connect), partial(_unlink, path, _inode(path)))
 
@@ -170,25 +170,17 @@ def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None)
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Bind a unix socket of mode 0600 that does not listen yet. Raises StartupFailed if another process listens there,
-    or it cannot be bound."""
-    try:
-        return _bind_unix(path)
-    except OSError as error:
-        raise StartupFailed(f"cannot listen at unix:{path}: {_reason(error)}") from error
-
-
-def _bind_unix(path: str) -> socket.socket:
-    """Bind a unix socket without listening, so that no client connects before its mode is set."""
-    if _is_stale(path):
-        os.unlink(path)
+    """Bind a unix socket of mode 0600 that does not listen yet, so that no client connects before its mode is set.
+    Raises StartupFailed if another process listens there, or it cannot be bound."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if _is_stale(path):
+            os.unlink(path)
         sock.bind(path)
         os.chmod(path, 0o600)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        raise StartupFailed(f"cannot listen at unix:{path}: {_reason(error)}") from error
     return sock
 
 
