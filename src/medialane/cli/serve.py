@@ -12,7 +12,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging, component="serve")
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
-    with _ray(config, args.model) as ray:
+    with closing(RayServe(config, args.model)) if config.cluster.ray else nullcontext() as ray:
         return run_here(config if ray is None else ray.config, reloading, args, ray, groups=groups)
 
 
@@ -148,53 +148,16 @@ def run_here(
 ) -> int:
     """Serve with the processes of this configuration, until stopped; `groups` are the models, if they are several.
     Raises StartupFailed."""
-    directories = dict.fromkeys(each.arena.directory for each in (config, *(group.config for group in groups)))
-    try:
-        return _run(config, reloading, args, ray, groups=groups, directories=directories)
-    finally:
-        for directory in directories:
-            reap(directory)  # of the last store, which leaves its arena to the next one
-
-
-def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Return the configuration for a Ray cluster, through which no secret is passed: gateways of other nodes need an
-    API key of their own if this one has any. Raises StartupFailed for secrets in the command line, which Ray stores
-    with the job."""
-    if secret_flags:
-        raise StartupFailed(
-            f"{secret_flags[0]} is not accepted with --ray, which stores command lines: set VLLM_API_KEY (several: "
-            "MEDIALANE_API_KEYS) and HF_TOKEN in the environment, on other nodes in that of `ray start`"
-        )
-    if config.cluster.gateway_nodes == "each" and (config.gateway.admin_key or config.gateway.metrics_key):
-        raise StartupFailed(
-            "MEDIALANE_ADMIN_KEY and MEDIALANE_METRICS_KEY are not passed to gateways of other nodes, which would be "
-            "open: use --admin-key-file and --metrics-key-file, with the files on every node"
-        )
-    gateway = msgspec.structs.replace(
-        config.gateway, require_api_key=config.gateway.require_api_key or has_api_key(config, environ)
-    )
-    return msgspec.structs.replace(config, gateway=gateway)
-
-
-def _run(
-    config: Config,
-    reloading: Reloading,
-    args: argparse.Namespace,
-    ray: RayServe | None,
-    *,
-    groups: Sequence[ModelGroup],
-    directories: Iterable[str],
-) -> int:
     environ = process_environ()
     check_api_key(config, environ)
     if groups:
         model_groups.check_groups(groups, args.vllm_args, environ)
     else:
         local.check(config, args.model, args.vllm_args, environ)
-    for directory in directories:
-        reap(directory)
     _say(config, installed_kinds().line())
+    directories = {each.arena.directory for each in (config, *(group.config for group in groups))}
     with (
+        _reaped(directories),
         closing(local.run_folder(environ)) as folder,
         # Inherited by gateways. Connections are refused until the first of them listens; from then on they wait while
         # gateways restart: the queue of accepted connections ends with the last descriptor of the socket.
@@ -218,6 +181,38 @@ def _run(
             status = asyncio.run(_serve(make_supervisor, reloading, progress, announce_start))
             logs.keep = progress.has_failed
             return status
+
+
+@contextmanager
+def _reaped(directories: Iterable[str]) -> Iterator[None]:
+    """Remove the arenas of stores that have exited, before and after: the last store leaves its to the next one."""
+    try:
+        for directory in directories:
+            reap(directory)
+        yield
+    finally:
+        for directory in directories:
+            reap(directory)
+
+
+def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Return the configuration for a Ray cluster, through which no secret is passed: gateways of other nodes need an
+    API key of their own if this one has any. Raises StartupFailed for secrets in the command line, which Ray stores
+    with the job."""
+    if secret_flags:
+        raise StartupFailed(
+            f"{secret_flags[0]} is not accepted with --ray, which stores command lines: set VLLM_API_KEY (several: "
+            "MEDIALANE_API_KEYS) and HF_TOKEN in the environment, on other nodes in that of `ray start`"
+        )
+    if config.cluster.gateway_nodes == "each" and (config.gateway.admin_key or config.gateway.metrics_key):
+        raise StartupFailed(
+            "MEDIALANE_ADMIN_KEY and MEDIALANE_METRICS_KEY are not passed to gateways of other nodes, which would be "
+            "open: use --admin-key-file and --metrics-key-file, with the files on every node"
+        )
+    gateway = msgspec.structs.replace(
+        config.gateway, require_api_key=config.gateway.require_api_key or has_api_key(config, environ)
+    )
+    return msgspec.structs.replace(config, gateway=gateway)
 
 
 def _specs(
@@ -289,19 +284,6 @@ def _logs(config: Config) -> Iterator[LogFolder]:
         raise StartupFailed(f"{error.message}\nthe logs are in {logs.path}") from error
     finally:
         logs.close()
-
-
-@contextmanager
-def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
-    """Connect to Ray, if the workers are to be placed by it. Raises StartupFailed."""
-    if not config.cluster.ray:
-        yield None
-        return
-    ray = RayServe(config, model)
-    try:
-        yield ray
-    finally:
-        ray.close()
 
 
 class RayServe:
