@@ -60,9 +60,18 @@ from medialane.gateway import (
 )
 from medialane.gateway.intake import warm_up
 from medialane.gateway.workers.join_server import JoinServer
-from medialane.observability.collectors import Memory
+from medialane.observability.collectors import (
+    Memory,
+    exit_metrics,
+    prediction_metrics,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    wait_metrics,
+)
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
+from medialane.observability.worker_metrics import engine_metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.runtime.phase import enter_phase, exits_of_host, hang_problems, show_ready, watched
@@ -360,7 +369,7 @@ class _Gateway:
         config, metrics, links, addresses = self._config, self._metrics, self._links, self._addresses
         self._watch(gateway)
         scrape = WorkerScrape(links)
-        metrics.watch_engines(scrape.mirrors)
+        metrics.watch(lambda: engine_metrics(scrape.mirrors()), of_host=True)
         memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
         metrics.watch_memory(lambda: memory.latest, lambda: _shared_memory(self._store, scrape))
 
@@ -468,14 +477,14 @@ class _Gateway:
     def _watch(self, gateway: Gateway) -> None:
         """Register the metrics of what the gateway has, read on each scrape."""
         metrics = self._metrics
-        metrics.watch_store(lambda: status.stats if (status := self._store.status) is not None else None)
-        metrics.watch_exits(exits_of_host)
+        metrics.watch(lambda: store_metrics(None if (now := self._store.status) is None else now.stats), of_host=True)
+        metrics.watch(lambda: exit_metrics(exits_of_host()), of_host=True)
         metrics.watch_workers(self._links.endpoints)
-        metrics.watch_routing(gateway.routes.stats)
-        metrics.watch_predictions(lambda: dict.fromkeys(self._frontend.assembler.predicted, 1.0))
-        if gateway.queues is not None:
-            metrics.watch_queues(gateway.queues.stats)
-        metrics.watch_waits(gateway.waits)
+        metrics.watch(lambda: routing_metrics(gateway.routes.stats()))
+        metrics.watch(lambda: prediction_metrics(self._frontend.assembler.predicted))
+        if (queues := gateway.queues) is not None:
+            metrics.watch(lambda: queue_metrics(queues.stats()))
+        metrics.watch(lambda: wait_metrics(gateway.waits()))
 
 
 def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:
