@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
-from threading import Event
 from typing import Any, Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
@@ -22,7 +20,6 @@ from medialane.arena.locks import ClientSlot, new_slot
 from medialane.types.errors import MediaTooLarge
 from medialane.types.feature import EntryKind, Feature
 from medialane.types.media import EncodedMedia
-from medialane.types.stats import ArenaStats
 from medialane.types.tensor import ALIGNMENT, ArenaRange, align
 
 logger = logging.getLogger(__name__)
@@ -62,6 +59,10 @@ class Arena:
             usable_bytes=max(0, file.usable_bytes - PAGE_BYTES) if grows else None,
             max_entries=file.index.max_entries,
         )
+        #: Of the file, and of its entries; what `prefault` reports is for `prefaulted`.
+        self.prefault, self.keep_for, self.live_slots = file.prefault, file.keep_for, file.live_slots
+        self.contains, self.evict, self.clear = self._table.contains, self._table.evict, self._table.clear
+        self.stats = self._table.stats
 
     @classmethod
     def create(cls, config: ArenaConfig, *, lineage: Lineage = Lineage(), grows: bool = False) -> Arena:  # noqa: B008
@@ -114,13 +115,6 @@ class Arena:
             if isinstance(value, Feature) and value.embedding is not None:
                 table.demote(value.mm_hash)
 
-    def prefault(self, stop: Event, on_progress: Callable[[int], object] = lambda _: None) -> int:
-        """Allocate all pages; call it in a thread, and join that before `close`. See `ArenaFile.prefault`.
-
-        `on_progress` is called in that thread with the number for `prefaulted`.
-        """
-        return self._file.prefault(stop, on_progress)
-
     @property
     def is_growing(self) -> bool:
         """Whether `prefaulted` can still add memory."""
@@ -131,15 +125,6 @@ class Arena:
         self._table.extend(num_bytes - PAGE_BYTES)
         if not self._closed:
             self._file.index.set_usable(num_bytes)
-
-    def keep_for(self, keeper: str) -> None:
-        """Have `reap` spare the file while another process has the lock (`private_files`) of the file `keeper`. Raises
-        ValueError if the path is too long."""
-        self._file.keep_for(keeper)
-
-    def live_slots(self) -> set[int]:
-        """Return the slots whose clients live (`ClientSlot`)."""
-        return self._file.live_slots()
 
     def unfinished(self) -> list[Unfinished]:
         """Return the ranges that clients of an earlier owner were writing, once: the caller owns the reservations."""
@@ -262,21 +247,6 @@ class Arena:
         """Return the kind and key of a cached entry that is leased; None if there is none at `range`."""
         entry = self._table.held(range)
         return None if entry is None or entry.key is None else (entry.kind, entry.key)
-
-    def contains(self, key: str, kind: EntryKind = "processed") -> bool:
-        """Return whether `key` is cached, without counting as a use of the entry."""
-        return self._table.contains(key, kind)
-
-    def evict(self, key: str, kind: EntryKind = "processed") -> bool:
-        """Free the entry of `key`. Return False if there is none, or it is held."""
-        return self._table.evict(key, kind)
-
-    def clear(self) -> int:
-        """Free every cached entry that is not held; return their number."""
-        return self._table.clear()
-
-    def stats(self) -> ArenaStats:
-        return self._table.stats()
 
     def record_holds(self) -> HoldLog:
         """Record from now on who takes leases and reservations, and return the record."""
