@@ -155,7 +155,7 @@ class StoreClient:
         reply = self._expect(call_id)
         try:
             if self._names_takers:
-                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(2)})"), at_once=True)
+                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(1)})"), at_once=True)
             self._connection.send(make(call_id), at_once=True)
             while isinstance(message := await reply, Question):
                 if answer is None:
