@@ -56,26 +56,26 @@ def run(args: argparse.Namespace, folder: Path = FOLDER) -> int:
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
     enter_environ(Config(), None, str(folder), (), on_gpu=on_gpu, own=own)
-    wanted, json, other = _wanted(folder, args.name), args.json, args.other
+    wanted = _wanted(folder, args.name)
     if args.requests is not None and args.requests < 1:
         raise StartupFailed("--requests must be positive")
-    if other is not None and not (other / "src" / "medialane").is_dir():
-        raise StartupFailed(f"--other {other}: not a checkout of medialane")
-    if json is not None and not json.parent.is_dir():
-        raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
+    if args.other is not None and not (args.other / "src" / "medialane").is_dir():
+        raise StartupFailed(f"--other {args.other}: not a checkout of medialane")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # so that processes started by a benchmark can import from it, too
     harness = importlib.import_module("harness")
     machine = harness.machine()
+    options = harness.Options(quick=args.quick, num_requests=args.requests, other=args.other, observed=args.observed)
     reports: list[Any] = []
     for benchmark in wanted:
         print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
-        options = harness.Options(quick=args.quick, num_requests=args.requests, other=other, observed=args.observed)
         report = _load(benchmark).run(options)
         print(harness.show(report), flush=True)
         reports.append(report)
-        if json is not None:
-            json.write_bytes(harness.document(reports, machine))
+        if args.json is not None:
+            args.json.write_bytes(harness.document(reports, machine))
     return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
 
 
