@@ -136,7 +136,7 @@ LOOKS_PER_SLEEP = 32
 SPIN_S = 0.01
 
 
-class _Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
+class Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
     """vLLM's SpinCondition with both constants above."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -158,4 +158,4 @@ class _Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
 def shorten_waits() -> None:
     """Have shared-memory readers made from now on wait like this, if this process computes on the CPU. Idempotent."""
     if current_platform.is_cpu():
-        shm_broadcast.SpinCondition = _Spinning
+        shm_broadcast.SpinCondition = Spinning
