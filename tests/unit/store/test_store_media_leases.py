@@ -139,7 +139,7 @@ class World:
 
     async def end(self):
         for client in self.clients:
-            await client.disconnect()
+            await client.exit()
         self.leases.close()
         await eventually(lambda: self.arena.stats().num_leases == 0)
         await self.stop()

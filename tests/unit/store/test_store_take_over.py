@@ -119,7 +119,7 @@ class Host:
 
     async def end(self) -> None:
         for client in self._clients:
-            await client.disconnect()
+            await client.exit()
         for process in self._processes:
             await process.kill()
 
