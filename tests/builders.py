@@ -25,6 +25,13 @@ class Clock:
         return self.now
 
 
+def bytes_beside_payload(arena: Arena) -> int:
+    """What an entry without a description takes of an arena beside its payload."""
+    writing_bytes = arena.stats().writing_bytes
+    with arena.reserve(64):
+        return arena.stats().writing_bytes - writing_bytes - 64
+
+
 @contextmanager
 def checked_arena(size_bytes: int = 16 * MIB, *, arena_type: type[A] = Arena, **settings: object) -> Iterator[A]:
     """A real arena. A test that leaves a lease or a reservation fails."""

@@ -24,7 +24,7 @@ from medialane.observability.logging import (
     write_line,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline, Step, TimelineReport
+from medialane.observability.timeline import MAX_STEPS, LiveStage, ReportedStep, StageTimeline, Step, TimelineReport
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror, MetricReader
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "MetricReader",
     "Metrics",
     "PlainFormatter",
+    "ReportedStep",
     "StageTimeline",
     "Step",
     "TimelineReport",

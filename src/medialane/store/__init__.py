@@ -4,11 +4,11 @@ It owns the arena, the cached encoded bytes, the preparers and the clients' name
 workers hold what they read, over a unix socket (`messages`); tensors stay in shared memory.
 """
 
-from medialane.store.client import StoreClient, StoreLink
+from medialane.store.client import ConnectionLost, StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants, StoreHold
-from medialane.store.items import Items
+from medialane.store.items import Items, LeasedItem, Processing
 from medialane.store.media_leases import MAX_LEASES, MediaLeases
 from medialane.store.messages import (
     MAX_UPLOAD_S,
@@ -16,9 +16,11 @@ from medialane.store.messages import (
     AskLease,
     Call,
     DescribeItem,
+    FindEmbedding,
     FindFeature,
     FindItem,
     Form,
+    HeldEntry,
     ImagePublished,
     ImageSize,
     ItemDescribed,
@@ -34,7 +36,7 @@ from medialane.store.messages import (
     StoreHello,
     StoreStatus,
 )
-from medialane.store.names import Aliases, KnownFeatures
+from medialane.store.names import Aliases, AliasTarget, FeatureSource, KnownFeatures
 from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
 
@@ -42,14 +44,19 @@ __all__ = [
     "MAX_LEASES",
     "MAX_UPLOAD_S",
     "AliasResolved",
+    "AliasTarget",
     "Aliases",
     "AskLease",
     "Call",
+    "ConnectionLost",
     "DescribeItem",
     "EncodedStore",
+    "FeatureSource",
+    "FindEmbedding",
     "FindFeature",
     "FindItem",
     "Form",
+    "HeldEntry",
     "HoldCache",
     "HoldPasser",
     "ImagePublished",
@@ -58,8 +65,10 @@ __all__ = [
     "ItemFound",
     "Items",
     "KnownFeatures",
+    "LeasedItem",
     "MediaLeased",
     "MediaLeases",
+    "Processing",
     "PublishImage",
     "PublishedImages",
     "PutFeature",

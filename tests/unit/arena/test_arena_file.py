@@ -18,6 +18,7 @@ from medialane.arena import file as file_module
 from medialane.arena.file import ArenaFile
 from medialane.arena.index import index_bytes
 from medialane.types.errors import StartupFailed
+from races import before
 
 MIB = 1 << 20
 
@@ -86,16 +87,14 @@ def test_concurrent_creation_and_reaping_never_lose_an_arena(config, shm):
         file.close()
 
 
-def test_owner_whose_new_file_was_reaped_retries(config, shm, monkeypatch):
-    real, lost = file_module._lock, []
+def test_owner_whose_new_file_was_reaped_retries(config, shm):
+    lost = []
 
-    def lose_twice(descriptor):
-        if len(lost) < 2:
-            lost.append(len(reap(shm)))
-        return real(descriptor)
+    def reap_it():
+        lost.append(len(reap(shm)))
 
-    monkeypatch.setattr(file_module, "_lock", lose_twice)
-    made = ArenaFile.create(config)
+    with before("fcntl.flock", reap_it, reap_it):
+        made = ArenaFile.create(config)
     assert lost == [1, 1]
     assert os.listdir(shm) == [made.path.name]
     made.close()

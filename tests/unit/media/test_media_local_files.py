@@ -20,6 +20,7 @@ from medialane.types.errors import (
     Unavailable,
 )
 from medialane.types.hashing import content_hash
+from races import before
 from waiting import eventually
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)
@@ -199,21 +200,20 @@ async def test_file_growing_after_the_open_is_limited(files, root):
 
 @pytest.mark.parametrize("slow", ["open", "read"])
 async def test_cancelled_read_leaves_no_descriptor_or_body(files, root, slow, monkeypatch):
-    before, gate, body = set(os.listdir("/proc/self/fd")), threading.Event(), Pieces()
+    opened, gate, body = set(os.listdir("/proc/self/fd")), threading.Event(), Pieces()
+    read = OpenFile.read
 
-    def waiting(work):
-        def wait(*args):
-            assert gate.wait(5)
-            return work(*args)
+    def wait():
+        assert gate.wait(5)
 
-        return wait
+    def slow_read(file):
+        wait()
+        return read(file)
 
-    if slow == "open":
-        monkeypatch.setattr(local_files, "open_beneath", waiting(local_files.open_beneath))
-    else:
-        monkeypatch.setattr(OpenFile, "read", waiting(OpenFile.read))
-    with pytest.raises(MediaFetchTimeout):
+    if slow == "read":
+        monkeypatch.setattr(OpenFile, "read", slow_read)
+    with before("open", *[wait] * (slow == "open")), pytest.raises(MediaFetchTimeout):
         await files.read(f"file://{root}/sub/c.png", FetchLimits(100, 0.2), open_body=lambda: body)
     assert body.calls[-1] == ("abandon",)
     gate.set()
-    await eventually(lambda: not set(os.listdir("/proc/self/fd")) - before, "a thread closes the file")
+    await eventually(lambda: not set(os.listdir("/proc/self/fd")) - opened, "a thread closes the file")

@@ -13,7 +13,7 @@ from builders import checked_arena
 from medialane.arena import Arena, Cached, Lease, Reservation
 from medialane.prepare import forkserver_process
 from medialane.prepare.forkserver_process import ForkserverProcess
-from medialane.prepare.preparer_process import PreparerProcess
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.types.media import EncodedMedia
 
 
@@ -64,14 +64,15 @@ def before_sending(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[PreparerPr
 
 
 @pytest.fixture
-def fork_errors(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
-    """Raised, from the last to the first, when further preparers are to be forked."""
-    errors: list[Exception] = []
+def fork_errors(monkeypatch: pytest.MonkeyPatch) -> list[str | Exception]:
+    """Why further forks of preparers fail, from the last to the first: a reason, or a bug."""
+    errors: list[str | Exception] = []
     fork = ForkserverProcess.fork
 
     async def failing(forkserver: ForkserverProcess, on_exit: Callable[[], None]) -> PreparerProcess:
         if errors:
-            raise errors.pop()
+            error = errors.pop()
+            raise PreparerLost(error) if isinstance(error, str) else error
         return await fork(forkserver, on_exit)
 
     monkeypatch.setattr(ForkserverProcess, "fork", failing)

@@ -89,7 +89,7 @@ def make_pool(
     on_loaded: Callable[[], None] = lambda: None,
     **settings: object,
 ) -> PreparerPool:
-    config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 15.0, **settings})
+    config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 60.0, **settings})
     return PreparerPool(
         config,
         factory=FACTORY,

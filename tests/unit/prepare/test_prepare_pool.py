@@ -24,8 +24,6 @@ from medialane.prepare import (
     job_run,
     preparers,
 )
-from medialane.prepare.messages import MAX_FRAME_BYTES
-from medialane.prepare.preparer_process import PreparerLost
 from medialane.runtime import heartbeat
 from medialane.types.errors import (
     ArenaFull,
@@ -283,7 +281,7 @@ async def test_options_too_large_for_a_frame_fail_only_their_job(arena, encoded)
     async with running(make_pool(arena)) as pool:
         before = pool.preparer_pids
         with pytest.raises(PreparationFailed):
-            await pool.prepare_item(encoded, options(padding="x" * MAX_FRAME_BYTES), "a" * 64)
+            await pool.prepare_item(encoded, options(padding="x" * 2 * MAX_HEADER_BYTES), "a" * 64)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert pool.preparer_pids == before
 
@@ -511,7 +509,7 @@ async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_pre
 ):
     monkeypatch.setattr(preparers, "SUCCESSOR_RETRY_S", 0.1)
     async with running(make_pool(arena, max_preparer_age_s=0.1)) as pool:
-        fork_errors += [PreparerLost("no memory")] * 2
+        fork_errors += ["no memory"] * 2
         (victim,) = pool.preparer_pids
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         await eventually(lambda: not fork_errors)
@@ -632,7 +630,6 @@ async def test_hanging_forkserver_is_replaced(arena, encoded, monkeypatch):
 def _impatient(monkeypatch):
     """A process that hangs is found after two seconds instead of ten."""
     monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 2.0)
-    monkeypatch.setattr(heartbeat, "TICK_S", 0.2)
 
 
 @pytest.mark.usefixtures("_impatient")

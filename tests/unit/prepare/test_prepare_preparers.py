@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from preparer_pools import is_running, make_pool, running
+from preparer_pools import is_running, make_pool, png, put, running
 
+from builders import checked_arena
 from medialane.prepare import job_run
 from medialane.prepare.preparer_process import PreparerProcess
 from medialane.types.errors import (
@@ -73,10 +74,17 @@ async def test_next_job_is_sent_before_tensors_are_copied(arena, encoded, sent):
     assert sent == ["ProcessItem", "ProcessItem", "Copied", "ProcessItem", "Copied", "Copied"]
 
 
-@pytest.mark.parametrize("reason", ["large tensors", "last job", "preparers write"])
-async def test_next_job_waits(request, arena, encoded, monkeypatch, sent, reason):
-    if reason == "large tensors":
-        monkeypatch.setattr(job_run, "OVERLAPPED_BYTES", 1000)
+async def test_next_job_waits_for_the_copy_of_large_tensors(sent):
+    with checked_arena(128 << 20) as large_arena, put(large_arena, png(1700, 1700)) as large:
+        async with running(make_pool(large_arena)) as used:
+            for lease in await asyncio.gather(start(used, large, FIRST), start(used, large, SECOND)):
+                assert lease.value.nbytes > job_run.OVERLAPPED_BYTES
+                lease.release()
+    assert sent == ["ProcessItem", "Copied"] * 2
+
+
+@pytest.mark.parametrize("reason", ["last job", "preparers write"])
+async def test_next_job_waits(request, arena, encoded, sent, reason):
     if reason == "preparers write":
         request.getfixturevalue("_preparers_write")
     async with running(make_pool(arena, max_jobs_per_preparer=reason == "last job")) as used:

@@ -40,9 +40,9 @@ def test_small_item_is_encoded_at_the_worker_rather_than_by_a_request_of_its_own
 
 
 def test_encoder_of_another_host_is_used_only_if_those_of_this_host_have_longer_queues():
-    near, far = EncoderQueue(queue_ms=6.0), EncoderQueue(transfer_ms_per_mib=1.0)
-    assert choose_encoder(IMAGE, [far, near], BUSY, COSTS) == 1
-    assert choose_encoder(IMAGE, [far, near._replace(queue_ms=9.0)], BUSY, COSTS) == 0
+    far = EncoderQueue(transfer_ms_per_mib=1.0)
+    assert choose_encoder(IMAGE, [far, EncoderQueue(queue_ms=6.0)], BUSY, COSTS) == 1
+    assert choose_encoder(IMAGE, [far, EncoderQueue(queue_ms=9.0)], BUSY, COSTS) == 0
 
 
 queues = st.builds(EncoderQueue, st.floats(0, 5000), st.sampled_from([0.0, 1.0]))

@@ -11,9 +11,8 @@ import pytest
 
 from cable import Cable
 from medialane.arena import Arena, ArenaConfig, FillWriter, Lease, Lineage, layout
-from medialane.store import FindItem, ItemFound, StoreEntries, StoreLink, StoreServer, StoreStatus
+from medialane.store import FindItem, ItemFound, LeasedItem, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
-from medialane.store.items import LeasedItem
 from medialane.transfer import Pulls
 from medialane.types.errors import ArenaFull
 from medialane.types.feature import Feature, FoundEmbedding, WantedEmbedding
@@ -36,9 +35,9 @@ LINEAGE = Lineage(owner=b"patterns".ljust(16))
 class PatternItems:
     """Replaces `Items`: the item of content `c` is `ITEM_BYTES` bytes of `pattern(c)`."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, **settings: object) -> None:
         self._arena = arena
-        self.embeddings = Embeddings(arena)
+        self.embeddings = Embeddings(arena, **settings)
         self.gate: asyncio.Event | None = None
         #: Fails every item.
         self.error: Exception | None = None
@@ -191,6 +190,7 @@ class World:
         *,
         grows: bool = False,
         directory: str = DIRECTORY,
+        **embeddings: object,
     ) -> None:
         poison_freed(monkeypatch)  # before there is an arena
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
@@ -198,6 +198,7 @@ class World:
         self._config, self._grows = ArenaConfig(size_bytes=size_bytes, directory=directory), grows
         self.processor: dict[str, str] = {}
         self.has_started = True
+        self._embeddings = embeddings
         self._open()
         monkeypatch.setattr("medialane.store.client_use.POLL_INTERVAL_S", 0.005)
         self._clients: list[Client] = []
@@ -216,7 +217,7 @@ class World:
 
     def _open(self) -> None:
         self.arena = Arena.open(self._config, lineage=LINEAGE, grows=self._grows)
-        self.items = PatternItems(self.arena)
+        self.items = PatternItems(self.arena, **self._embeddings)
         self.server = serve_patterns(self.items, self.arena, lambda: self.processor, lambda: self.has_started)
 
     async def client(self, **settings: object) -> Client:

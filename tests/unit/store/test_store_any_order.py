@@ -16,7 +16,7 @@ from store_world import DIRECTORY, ITEM_BYTES, World, pattern, wanted
 
 from medialane.arena import FillWriter
 from medialane.arena.layout import COMPLETED_WORD
-from medialane.store import HoldPasser, StoreEntries, StoreLink, embeddings, holds
+from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.types.errors import HandoverFailed
 from waiting import eventually
 
@@ -77,9 +77,7 @@ class Holding(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(embeddings, "REVOKE_INTERVAL_S", 0.005)
         self.patches.setattr("medialane.store.client.INITIAL_BACKOFF_S", 0.001)
-        self.patches.setattr(holds, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
         self.world = self.loop.run_until_complete(self._start())
         self.clients = []
         self.sent = []  # (content, entry) of requests that no worker has received yet
@@ -94,7 +92,7 @@ class Holding(RuleBasedStateMachine):
     async def _start(self) -> World:
         self.directory = Path(DIRECTORY) / f"medialane-test-{secrets.token_hex(6)}"  # no other test reaps there
         self.directory.mkdir(mode=0o700)
-        return await World(self.patches, directory=str(self.directory)).start()
+        return await World(self.patches, directory=str(self.directory), revoke_interval_s=0.005).start()
 
     def run(self, work):
         return self.loop.run_until_complete(asyncio.wait_for(work, 10))
@@ -120,7 +118,7 @@ class Holding(RuleBasedStateMachine):
     @rule()
     def connect(self):
         client = self.run(self.world.client(link=WatchedLink))
-        client.entries = StoreEntries(client.link, retention_s=self.retention_s)
+        client.entries = self.view_of(client)
         self.clients.append(client)
 
     @has_client
@@ -183,7 +181,11 @@ class Holding(RuleBasedStateMachine):
     def entries(self, worker) -> StoreEntries:
         """Return the worker's view of the arena: unless it retains holds, another one for each request, so that the
         holds of all requests are counted."""
-        return worker.entries if self.retention_s else StoreEntries(worker.link)
+        return worker.entries if self.retention_s else self.view_of(worker)
+
+    def view_of(self, client) -> StoreEntries:
+        """A request may take any number of steps to arrive after its holds."""
+        return StoreEntries(client.link, retention_s=self.retention_s, max_age_s=60)
 
     @has_client
     @rule(which=number, hold=number)

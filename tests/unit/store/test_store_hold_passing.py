@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from store_world import ITEM_BYTES, pattern, wanted, write
 
-from medialane.store import HoldPasser, StoreEntries, StoreLink, holds
+from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.tensor import TensorSpec
 from waiting import eventually
@@ -132,16 +132,16 @@ async def test_request_that_is_cancelled_as_its_holds_arrive_leaves_none(world, 
     await eventually(lambda: num_leases(world) == 1)
 
 
-async def test_removed_arena_ends_the_wait_at_once(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_WAIT_S", 60)
+async def test_removed_arena_ends_the_wait_at_once(world, gateway, worker):
     _, entry = await found(gateway)
-    waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
+    entries = StoreEntries(worker.link, max_wait_s=60)
+    waiting = asyncio.create_task(entries.hold([entry], passed_with="r"))
     await asyncio.sleep(0)
     await world.close()
     with pytest.raises(StoreUnavailable):
         await asyncio.wait_for(waiting, 5)
     with pytest.raises(StoreUnavailable):
-        await worker.entries.hold([entry], passed_with="later")
+        await entries.hold([entry], passed_with="later")
 
 
 async def test_connection_lost_after_the_pass_leaves_no_hold(world, gateway, worker):

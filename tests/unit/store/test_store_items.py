@@ -9,14 +9,12 @@ import msgspec
 import pytest
 from PIL import Image as PILImage
 
+from builders import bytes_beside_payload
 from medialane.arena import FillWriter
-from medialane.arena.index import RECORD_BYTES
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
 from medialane.prepare import Described
-from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig
-from medialane.store.items import Processing
-from medialane.store.messages import FindEmbedding
+from medialane.store import Aliases, EncodedStore, FindEmbedding, Items, MediaLeases, Processing, StoreConfig
 from medialane.types.errors import (
     ArenaFull,
     InvalidImage,
@@ -420,7 +418,7 @@ async def test_item_with_an_embedding_does_not_count_as_a_use_of_its_feature(wor
     await world.find(by_url(io=b'{"image_mode":"L"}'))
     await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
     await world.find(by_url(), processing=WITH_ENCODER)
-    with arena.reserve(arena.stats().largest_hole_bytes - 64 - RECORD_BYTES), arena.reserve(10):
+    with arena.reserve(arena.stats().largest_hole_bytes - bytes_beside_payload(arena)), arena.reserve(10):
         assert not arena.contains(feature.mm_hash)
     assert (arena.stats().num_evictions, arena.stats().num_entries) == (1, 3)
 

@@ -13,8 +13,8 @@ from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.observability import request_id
 from medialane.runtime.tasks import TAKER
-from medialane.store import FindItem, ItemFound, StoreClient, StoreEntries, StoreHello
-from medialane.store.messages import HeldEntry, decode_from_store, decode_to_store
+from medialane.store import FindItem, HeldEntry, ItemFound, StoreClient, StoreEntries, StoreHello
+from medialane.store.messages import decode_from_store, decode_to_store
 from medialane.types.errors import (
     ArenaFull,
     HandoverFailed,
