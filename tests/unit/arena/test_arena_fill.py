@@ -205,8 +205,8 @@ def test_entry_of_a_process_that_is_killed_is_not_completed(arena, reservation, 
     assert bytes(reservation.buffer) == b"\x02" * NUM_BYTES
 
 
-@pytest.mark.usefixtures("_no_byte_locks")
-def test_nothing_is_written_where_the_kernel_has_no_such_locks(arena, reservation, shm):
+def test_nothing_is_written_where_the_kernel_has_no_such_locks(arena, reservation, shm, request):
+    request.getfixturevalue("_no_byte_locks")
     with pytest.raises(HandoverFailed, match="cannot be locked"), FillWriter.open(reservation.range, shm):
         pass
     assert arena.revoke(reservation)
