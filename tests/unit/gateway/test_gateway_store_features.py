@@ -12,7 +12,8 @@ from PIL import Image as PILImage
 
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
-from medialane.observability import ReportedStep, StageTimeline, TimelineReport
+from medialane.observability import StageTimeline, TimelineReport
+from medialane.observability.timeline import ReportedStep
 from medialane.prepare import Described
 from medialane.store import (
     AliasResolved,

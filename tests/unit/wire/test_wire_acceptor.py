@@ -21,7 +21,7 @@ from medialane.types.errors import AuthenticationFailed, MedialaneError
 from medialane.wire import Hello, Role, RpcConfig, Security, acceptor, append_frame
 from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel
-from waiting import DEADLINE_S, eventually
+from waiting import DEADLINE_S, eventually, retried
 from written_lines import written_lines
 
 SECRET = "a secret of the tests"
@@ -217,7 +217,7 @@ async def test_exhausted_descriptors_pause_accepting(served, caplog):
         peer.setblocking(False)
         peer.connect_ex(plain_socket(served))
         await eventually(lambda: "no connection can be accepted" in caplog.text)
-    await served.connect(gateway_id="late")
+    await retried(lambda: served.connect(gateway_id="late"), AuthenticationFailed)
 
 
 async def test_close_ends_handshakes_and_frees_the_port(tcp_net, config):

@@ -129,11 +129,12 @@ async def test_worker_sends_a_new_snapshot_on_request(net, handler, raw):
 async def test_gap_is_repaired(net, handler):
     client = await net.connect()
     view = View(client)
-    await eventually(lambda: view.changes)
+    handler.change_blocks([1])
+    await eventually(lambda: view.held == {1})
     last = view.changes[-1]
     after_a_lost_one = msgspec.structs.replace(last, snapshot=False, sequence=last.sequence + 2)
     client.reports.received(KvBlocks(after_a_lost_one))
-    handler.change_blocks([1])
+    await eventually(lambda: [change.snapshot for change in view.changes].count(True) == 2)
     handler.change_blocks([2])
     await eventually(lambda: view.held == {1, 2})
     assert client.reports.num_block_gaps == 1
