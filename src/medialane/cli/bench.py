@@ -55,15 +55,7 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
     enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own=own)
-    return run_benchmarks(
-        FOLDER,
-        args.name,
-        json=args.json,
-        quick=args.quick,
-        num_requests=args.requests,
-        other=args.other,
-        observed=args.observed,
-    )
+    return run_benchmarks(FOLDER, args)
 
 
 def names(folder: Path) -> list[str]:
@@ -71,37 +63,28 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
 
 
-def run_benchmarks(
-    folder: Path,
-    name: str,
-    *,
-    json: Path | None,
-    quick: bool,
-    num_requests: int | None = None,
-    other: Path | None = None,
-    observed: bool = False,
-) -> int:
+def run_benchmarks(folder: Path, args: argparse.Namespace) -> int:
     """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
-    wanted = _wanted(folder, name)
-    if num_requests is not None and num_requests < 1:
+    wanted = _wanted(folder, args.name)
+    if args.requests is not None and args.requests < 1:
         raise StartupFailed("--requests must be positive")
-    if other is not None and not (other / "src" / "medialane").is_dir():
-        raise StartupFailed(f"--other {other}: not a checkout of medialane")
-    if json is not None and not json.parent.is_dir():
-        raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
+    if args.other is not None and not (args.other / "src" / "medialane").is_dir():
+        raise StartupFailed(f"--other {args.other}: not a checkout of medialane")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))  # so that processes started by a benchmark can import from it, too
     harness = importlib.import_module("harness")
     machine = harness.machine()
+    options = harness.Options(quick=args.quick, num_requests=args.requests, other=args.other, observed=args.observed)
     reports: list[Any] = []
     for benchmark in wanted:
         print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
-        options = harness.Options(quick=quick, num_requests=num_requests, other=other, observed=observed)
         report = _load(benchmark).run(options)
         print(harness.show(report), flush=True)
         reports.append(report)
-        if json is not None:
-            json.write_bytes(harness.document(reports, machine))
+        if args.json is not None:
+            args.json.write_bytes(harness.document(reports, machine))
     return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
 
 

@@ -93,8 +93,8 @@ class StoreClient:
         self,
         config: RpcConfig,
         holds: dict[int, HeldEntry],
-        on_passed: Callable[[HoldsPassed], None],
-        on_reclaim: Callable[[], None],
+        on_passed: Callable[[HoldsPassed], object],
+        on_reclaim: Callable[[], object],
         *,
         names_takers: bool,
     ) -> None:
@@ -124,16 +124,16 @@ class StoreClient:
         hello: StoreHello,
         config: RpcConfig,
         *,
-        holds: dict[int, HeldEntry],
-        on_passed: Callable[[HoldsPassed], None],
-        on_reclaim: Callable[[], None],
+        holds: dict[int, HeldEntry] | None = None,
+        on_passed: Callable[[HoldsPassed], object] = lambda _: None,
+        on_reclaim: Callable[[], object] = lambda: None,
         names_takers: bool = False,
     ) -> StoreClient:
         """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, holds, on_passed, on_reclaim, names_takers=names_takers)
+        client = cls(config, {} if holds is None else holds, on_passed, on_reclaim, names_takers=names_takers)
         client.welcome = await client._registration.run(
             hello, timeout_s=config.connect_timeout_s, connecting=dial(address, client._connection)
         )
@@ -155,7 +155,7 @@ class StoreClient:
         reply = self._expect(call_id)
         try:
             if self._names_takers:
-                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(2)})"), at_once=True)
+                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(1)})"), at_once=True)
             self._connection.send(make(call_id), at_once=True)
             while isinstance(message := await reply, Question):
                 if answer is None:
@@ -464,11 +464,6 @@ class StoreLink:
                 if client.started.is_set():
                     return
 
-    async def call_at(self, arena: str, make: Callable[[int], Call], *, waits: bool = True) -> Reply:
-        """As `call`, about entries of `arena`. Raises StoreUnavailable at once if no store can have them any more, and
-        unless it `waits`, if no store is connected."""
-        return await self._call(make, arena=arena, wait_s=self._wait_timeout_s if waits else 0.0)
-
     def notify(self, arena: str, message: PassHolds) -> bool:
         """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
         client = self._client
@@ -477,20 +472,22 @@ class StoreLink:
         client.notify(message)
         return True
 
-    async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
-        """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
-        `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
-        return await self._call(make, answer, wait_s=self._wait_timeout_s)
-
-    async def _call(
+    async def call(
         self,
         make: Callable[[int], Call],
         answer: AnswerQuestion | None = None,
         *,
         arena: str | None = None,
-        wait_s: float,
+        waits: bool = True,
     ) -> Reply:
-        loop, remaining_s = asyncio.get_running_loop(), wait_s  # waits only: a call may take longer
+        """Make a call, again if the store is lost meanwhile; one about entries of `arena` only at their store. The
+        caller owns a hold that is returned, and ends it with `release`.
+
+        Raises the error that the store reports; StoreUnavailable if it does not come back in time, and at once if no
+        store can have these entries any more, or, unless the call `waits`, if none is connected.
+        """
+        loop = asyncio.get_running_loop()
+        remaining_s = self._wait_timeout_s if waits else 0.0  # of waits only: a call may take longer
         while True:
             started = loop.time()
             client = await self._client_before(started + remaining_s, arena)

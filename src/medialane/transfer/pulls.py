@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 from cachetools import LRUCache
@@ -185,7 +185,8 @@ class Pulls:
     async def _pull_once(self, entry: RemoteEntry) -> Lease[Cached]:
         if not ENTRY_HEADER_BYTES <= entry.range.nbytes <= ENTRY_HEADER_BYTES + self._arena.max_payload_bytes:
             raise MediaTooLarge("the entry is larger than this host's arena")
-        if (lease := self._arena.lease_cached(entry.key, entry.kind)) is None:
+        lease = cast("Lease[Cached] | None", self._arena.lookup(entry.key, entry.kind))
+        if lease is None:
             lease = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
         if lease.range.nbytes != entry.range.nbytes:
             lease.release()

@@ -38,8 +38,9 @@ def write(folder, name, value):
     (folder / f"bench_{name}.py").write_text(BENCHMARK.format(name=name, value=value))
 
 
-def run(folder, name, file=None, quick=False):
-    return bench.run_benchmarks(folder, name, json=file, quick=quick)
+def run(folder, name, file=None, quick=False, requests=None, other=None):
+    given = argparse.Namespace(name=name, json=file, quick=quick, requests=requests, other=other, observed=False)
+    return bench.run_benchmarks(folder, given)
 
 
 def test_met_targets_succeed_and_print_the_table(folder, capsys):
@@ -82,14 +83,14 @@ def test_other_checkout_is_passed_to_the_benchmark(folder, tmp_path):
     )
     (tmp_path / "other" / "src" / "medialane").mkdir(parents=True)
     file = tmp_path / "results.json"
-    bench.run_benchmarks(folder, "which", json=file, quick=False, other=tmp_path / "other")
+    run(folder, "which", file, other=tmp_path / "other")
     assert json.loads(file.read_text())["bars"][0]["name"] == str(tmp_path / "other")
 
 
 def test_other_folder_that_is_no_checkout_is_refused(folder, tmp_path):
     write(folder, "fast", 3.0)
     with pytest.raises(StartupFailed, match="not a checkout"):
-        bench.run_benchmarks(folder, "fast", json=None, quick=False, other=tmp_path)
+        run(folder, "fast", other=tmp_path)
 
 
 def test_quick_flag_is_passed_to_the_benchmark(folder):
@@ -100,10 +101,10 @@ def test_quick_flag_is_passed_to_the_benchmark(folder):
 def test_number_of_requests_is_passed_to_the_benchmark(folder):
     text = BENCHMARK.format(name="many", value=3.0).replace("options.quick", "options.num_requests == 7")
     (folder / "bench_many.py").write_text(text)
-    assert bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=7) == 1
+    assert run(folder, "many", requests=7) == 1
     assert run(folder, "many") == 0
     with pytest.raises(StartupFailed, match="--requests"):
-        bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=0)
+        run(folder, "many", requests=0)
 
 
 def test_json_describes_measurement_and_machine(folder, tmp_path):

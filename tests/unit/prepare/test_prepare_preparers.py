@@ -51,7 +51,7 @@ class FirstCopy:
         before_sending.append(self._interrupt)
 
     async def _interrupt(self, preparer, request):
-        if type(request).__name__ == "Copied" and not self.begun.is_set():
+        if type(request).__name__ == "FreeTensors" and not self.begun.is_set():
             self.pid = preparer.pid
             self.begun.set()
             await self.resume.wait()
@@ -71,7 +71,7 @@ async def test_next_job_is_sent_before_tensors_are_copied(arena, encoded, sent):
     async with running(make_pool(arena)) as used:
         for lease in await asyncio.gather(*(start(used, encoded, key) for key in (FIRST, SECOND, THIRD))):
             lease.release()
-    assert sent == ["ProcessItem", "ProcessItem", "Copied", "ProcessItem", "Copied", "Copied"]
+    assert sent == ["ProcessItem", "ProcessItem", "FreeTensors", "ProcessItem", "FreeTensors", "FreeTensors"]
 
 
 async def test_next_job_waits_for_the_copy_of_large_tensors(sent):
@@ -80,7 +80,7 @@ async def test_next_job_waits_for_the_copy_of_large_tensors(sent):
             for lease in await asyncio.gather(start(used, large, FIRST), start(used, large, SECOND)):
                 assert lease.value.nbytes > job_run.OVERLAPPED_BYTES
                 lease.release()
-    assert sent == ["ProcessItem", "Copied"] * 2
+    assert sent == ["ProcessItem", "FreeTensors"] * 2
 
 
 @pytest.mark.parametrize("reason", ["last job", "preparers write"])
@@ -90,7 +90,7 @@ async def test_next_job_waits(request, arena, encoded, sent, reason):
     async with running(make_pool(arena, max_jobs_per_preparer=reason == "last job")) as used:
         for lease in await asyncio.gather(start(used, encoded, FIRST), start(used, encoded, SECOND)):
             lease.release()
-    assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "Copied"] * 2
+    assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "FreeTensors"] * 2
 
 
 async def test_preparer_killed_with_two_jobs_fails_neither(arena, encoded, before_sending):

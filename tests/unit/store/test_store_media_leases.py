@@ -18,7 +18,6 @@ from builders import MIB, Clock
 from medialane.arena import Arena, ArenaConfig, Lineage, NamesArea
 from medialane.media import MediaConfig
 from medialane.store import (
-    MAX_LEASES,
     Aliases,
     AskLease,
     FindItem,
@@ -89,7 +88,7 @@ class World:
 
     wait_timeout_s, directory = 2.0, "/dev/shm"
 
-    def __init__(self, clock=None, max_leases=MAX_LEASES, **config):
+    def __init__(self, clock=None, max_leases=65_536, **config):
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.clock, self.config, self.pool = clock or Clock(), StoreConfig(**config), Pool()
         self.lineage = Lineage(owner=secrets.token_bytes(16))  # a world in another process takes no arena of this one
