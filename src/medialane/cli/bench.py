@@ -25,8 +25,8 @@ _ALL = "all"
 _NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
+def add_arguments(parser: argparse.ArgumentParser, folder: Path = FOLDER) -> None:
+    known = ", ".join([*names(folder), _ALL]) if folder.is_dir() else "only in a checkout"
     parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but {', '.join(sorted(_NOT_IN_ALL))})")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
@@ -48,23 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 100000)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark, or all of them; 0 if every bar is reached, 1 if one is missed. Raises StartupFailed."""
-    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like FOLDER.
+def run(args: argparse.Namespace, folder: Path = FOLDER) -> int:
+    """Run the benchmark, or all of `folder`; 0 if every bar is reached, 1 if one is missed. The JSON file is written
+    after each, so that no result is lost. Raises StartupFailed."""
+    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like this.
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
-    enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own=own)
-    return run_benchmarks(FOLDER, args)
-
-
-def names(folder: Path) -> list[str]:
-    """Return the names of the benchmarks in a folder."""
-    return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
-
-
-def run_benchmarks(folder: Path, args: argparse.Namespace) -> int:
-    """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
+    enter_environ(Config(), None, str(folder), (), on_gpu=on_gpu, own=own)
     wanted = _wanted(folder, args.name)
     if args.requests is not None and args.requests < 1:
         raise StartupFailed("--requests must be positive")
@@ -86,6 +77,11 @@ def run_benchmarks(folder: Path, args: argparse.Namespace) -> int:
         if args.json is not None:
             args.json.write_bytes(harness.document(reports, machine))
     return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names of the benchmarks in a folder."""
+    return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
 
 
 def _wanted(folder: Path, name: str) -> list[str]:

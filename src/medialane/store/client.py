@@ -109,7 +109,7 @@ class StoreClient:
             too_late=StoreUnavailable("the media store did not respond in time"),
         )
         self._calls: dict[int, asyncio.Future[Reply | Question]] = {}
-        self._num_calls = 0
+        self.num_calls = 0
         self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
         #: Set when the store has reported that it has started.
@@ -150,8 +150,8 @@ class StoreClient:
         `answer` answers the store's questions. Raises the error that the store reports, and
         ConnectionLost. A cancelled call is cancelled at the store.
         """
-        self._num_calls += 1
-        call_id = self._num_calls
+        self.num_calls += 1
+        call_id = self.num_calls
         reply = self._expect(call_id)
         try:
             if self._names_takers:
@@ -417,6 +417,11 @@ class StoreLink:
         """Update `status`, if the store responds before the timeout."""
         if self._client is not None:
             await self._client.refresh(timeout_s)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls to the store on this connection."""
+        return 0 if self._client is None else self._client.num_calls
 
     @property
     def num_held(self) -> int:

@@ -90,12 +90,15 @@ class Pulls:
         prefers_mover: bool = True,
         max_streams: int = 4,
         min_part_bytes: int = MIN_PART_BYTES,
+        max_pull_s: Callable[[int], float] | None = None,
     ) -> None:
-        """Raises StartupFailed for unusable files of the settings."""
+        """A pull may take `max_pull_s` of its bytes, by default as in `peer_messages`. Raises StartupFailed for
+        unusable files of the settings."""
         security = Security.load(rpc)
         self._arena = arena
         self._mover = mover
         self._prefers_mover = prefers_mover
+        self._max_pull_s = max_pull_s
         self._health = MoverHealth()
         self._peers = Peers(arena.id, security, max_streams=max_streams, min_part_bytes=min_part_bytes)
         self._server = PeerServer(arena, security, mover, prefers_mover=prefers_mover)
@@ -196,7 +199,7 @@ class Pulls:
     async def _pull(self, entry: RemoteEntry) -> Lease[Cached]:
         mover, is_demanded = self._mover, entry.mover not in ("auto", "tcp")
         async with self._slots:
-            deadline = time.monotonic() + longest_pull_s(entry.range.nbytes)
+            deadline = time.monotonic() + (self._max_pull_s or longest_pull_s)(entry.range.nbytes)
             if mover is not None and (is_demanded or (entry.mover == "auto" and self._prefers_mover)):
                 if (copy := await self._pull_by(mover, entry, deadline, is_demanded=is_demanded)) is not None:
                     return copy

@@ -1,6 +1,6 @@
 """Worker side: receives requests, reads transferred media, generates, releases.
 
-`serve_worker` runs a worker on an `Engine`.
+`serve_worker` runs a worker on an `Engine`; `RpcServer` is its end of the connections with gateways.
 """
 
 from medialane.worker.config import WorkerConfig

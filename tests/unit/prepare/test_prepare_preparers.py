@@ -74,8 +74,14 @@ async def test_next_job_is_sent_before_tensors_are_copied(arena, encoded, sent):
     assert sent == ["ProcessItem", "ProcessItem", "FreeTensors", "ProcessItem", "FreeTensors", "FreeTensors"]
 
 
-async def test_next_job_waits_for_the_copy_of_large_tensors(sent):
-    with checked_arena(128 << 20) as large_arena, put(large_arena, png(1700, 1700)) as large:
+@pytest.fixture
+def large_png():
+    """Made outside of the event loop."""
+    return png(1700, 1700)
+
+
+async def test_next_job_waits_for_the_copy_of_large_tensors(sent, large_png):
+    with checked_arena(128 << 20) as large_arena, put(large_arena, large_png) as large:
         async with running(make_pool(large_arena)) as used:
             for lease in await asyncio.gather(start(used, large, FIRST), start(used, large, SECOND)):
                 assert lease.value.nbytes > job_run.OVERLAPPED_BYTES
