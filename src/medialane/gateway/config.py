@@ -61,7 +61,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     queue_bytes: PositiveInt = field(default=512 << 20, name="gateway-queue-bytes")
     """most bytes of the bodies of waiting requests"""
     queue_timeout_s: PositiveFloat = field(default=30.0, name="gateway-queue-timeout")
-    """longest wait there; a request that would exceed or exceeds it gets 503"""
+    """longest wait in that queue; a request that exceeds it, or would, gets 503"""
     share_cache: bool = field(default=False, name="share-cache")
     """one cache for all clients with keys: times and cached counts of an answer then show what others have sent; no:
     one per tenant or key"""
@@ -115,7 +115,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
     """timeout of an administrative call at a worker (sleep, pause, LoRA adapter, ...)"""
     page: bool = field(default=True, name="page")
-    """serve the page at /medialane/ and its data (/medialane/state, /medialane/requests), for the admin key, or for
+    """serve the page at /medialane/ and its data, which show all clients' requests, to whoever has the admin key, or to
     this machine if there is none"""
     admin_key_file: str = field(default="", name="admin-key-file")
     """file with keys, one per line (or MEDIALANE_ADMIN_KEY), needed for administrative calls and other clients'
