@@ -17,7 +17,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.gateway.models import up_page
-from medialane.observability import Metrics, StageTimeline
+from medialane.observability import (
+    Metrics,
+    StageTimeline,
+    exit_metrics,
+    prediction_metrics,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    up_metrics,
+    wait_metrics,
+)
 from medialane.runtime.phase import ProcessExits
 from medialane.types.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
 from medialane.types.stats import (
@@ -47,31 +57,31 @@ def _count_all(metrics: Metrics) -> None:
     timeline.add("decode", 1.0)
     timeline.num_hits = 1
     metrics.observe(timeline)
-    metrics.count_error("code")
-    metrics.count_refused("tenant", "code")
-    metrics.count_fallback("path", "code")
-    metrics.count_copied(["tcp"])
-    metrics.count_migration("code", "outcome")
-    metrics.count_worker_lost("w")
-    metrics.count_prompt(1, routed_cached=0, engine_cached=0)
-    metrics.count_media("image", is_cached=True)
-    metrics.count_embeddings("loaded")
-    metrics.count_encoder_request("encoded")
+    metrics.request_errors.labels("code").inc()
+    metrics.refused_requests.labels("tenant", "code").inc()
+    metrics.transfer_fallbacks.labels("path", "code").inc()
+    metrics.copied_requests.labels("tcp").inc()
+    metrics.migrations.labels("code", "outcome").inc()
+    metrics.worker_losses.labels("w").inc()
+    metrics.prompt_tokens.labels("all").inc()
+    metrics.media_items.labels("image", "cached").inc()
+    metrics.embeddings.labels("loaded").inc()
+    metrics.encoder_requests.labels("encoded").inc()
 
 
 def _watch_all(metrics: Metrics) -> None:
     card = ModelCard("m", 4096, 16, {})
     worker = Endpoint("w", "unix:/w", ready=True, load=WorkerLoad(), num_in_flight=0, card=card)
     routing = RoutingStats(0, 0, 0, 0, 0, 0, event_lag_s={"w": 1.0}, num_event_gaps={"w": 0})
-    metrics.watch_routing(lambda: routing)
-    metrics.watch_predictions(lambda: {"image": 1.0})
-    metrics.watch_queues(lambda: {"engine": QueueStats(0, 0.0, 0.0)})
-    metrics.watch_waits(lambda: WaitStats({"w": 0.0}, 0.0))
-    metrics.watch_store(_store)
-    metrics.watch_exits(lambda: {"store": ProcessExits(1)})
+    metrics.watch(lambda: routing_metrics(routing))
+    metrics.watch(lambda: prediction_metrics(["image"]))
+    metrics.watch(lambda: queue_metrics({"engine": QueueStats(0, 0.0, 0.0)}))
+    metrics.watch(lambda: wait_metrics(WaitStats({"w": 0.0}, 0.0)))
+    metrics.watch(lambda: store_metrics(_store()), of_host=True)
+    metrics.watch(lambda: exit_metrics({"store": ProcessExits(1)}), of_host=True)
     metrics.watch_workers(lambda: [worker])
     metrics.watch_memory(lambda: {"gateway": 1}, lambda: [({"worker": "w"}, {"engine": 1})])
-    metrics.watch_gateways(lambda: {"0": 1.0})
+    metrics.watch(lambda: up_metrics({"0": 1.0}), of_host=True)
 
 
 def _of_worker() -> list[Metric]:

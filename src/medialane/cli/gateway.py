@@ -61,9 +61,18 @@ from medialane.gateway import (
 )
 from medialane.gateway.intake import warm_up
 from medialane.gateway.workers.join_server import JoinServer
-from medialane.observability.collectors import Memory
+from medialane.observability.collectors import (
+    Memory,
+    exit_metrics,
+    prediction_metrics,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    wait_metrics,
+)
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
+from medialane.observability.worker_metrics import engine_metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.runtime.phase import enter_phase, exits_of_host, hang_problems, show_ready, watched
@@ -452,7 +461,7 @@ async def gateway_app(
     metrics, links = components.metrics, components.links
     _watch(components, gateway)
     scrape = WorkerScrape(links)
-    metrics.watch_engines(scrape.mirrors)
+    metrics.watch(lambda: engine_metrics(scrape.mirrors()), of_host=True)
     memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
     metrics.watch_memory(lambda: memory.latest, lambda: _shared_memory(components.store, scrape))
 
@@ -560,14 +569,14 @@ async def gateway_app(
 def _watch(components: Components, gateway: Gateway) -> None:
     """Register the metrics of what the gateway has, read on each scrape."""
     metrics = components.metrics
-    metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
-    metrics.watch_exits(exits_of_host)
+    metrics.watch(lambda: store_metrics(None if (now := components.store.status) is None else now.stats), of_host=True)
+    metrics.watch(lambda: exit_metrics(exits_of_host()), of_host=True)
     metrics.watch_workers(components.links.endpoints)
-    metrics.watch_routing(gateway.routes.stats)
-    metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
-    if gateway.queues is not None:
-        metrics.watch_queues(gateway.queues.stats)
-    metrics.watch_waits(gateway.waits)
+    metrics.watch(lambda: routing_metrics(gateway.routes.stats()))
+    metrics.watch(lambda: prediction_metrics(components.frontend.assembler.predicted))
+    if (queues := gateway.queues) is not None:
+        metrics.watch(lambda: queue_metrics(queues.stats()))
+    metrics.watch(lambda: wait_metrics(gateway.waits()))
 
 
 def _shared_memory(store: StoreLink, workers: WorkerScrape) -> Iterator[Memory]:

@@ -25,7 +25,7 @@ from medialane.types.stats import (
 Memory = tuple[Mapping[str, str], Mapping[ProcessKind, int]]
 
 
-def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     """Return a gauge with one sample for each value of its label."""
     return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
 
@@ -43,11 +43,13 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str
 def queue_metrics(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
     """Yield the series of the requests that wait in this gateway."""
     text = "Requests that wait in this gateway for an engine or a preparer"
-    yield gauge("medialane_queue_requests", text, "queue", {name: stats.num_requests for name, stats in queues.items()})
+    yield _gauge(
+        "medialane_queue_requests", text, "queue", {name: stats.num_requests for name, stats in queues.items()}
+    )
     text = "Expected time until all requests that wait in this gateway are sent; 0 until some had to wait"
-    yield gauge("medialane_queue_seconds", text, "queue", {name: stats.expected_s for name, stats in queues.items()})
+    yield _gauge("medialane_queue_seconds", text, "queue", {name: stats.expected_s for name, stats in queues.items()})
     text = "Wait of the oldest request that waits in this gateway"
-    yield gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
+    yield _gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
 
 
 def wait_metrics(waits: WaitStats) -> Iterator[Metric]:
@@ -56,7 +58,7 @@ def wait_metrics(waits: WaitStats) -> Iterator[Metric]:
         "Wait in the worker's engine of the last request that began there, without its prefill or the gateway's queue;"
         " 0 while none waits there"
     )
-    yield gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
+    yield _gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
     text = (
         "Wait for engines: of the oldest request in this gateway's queue, plus of the last one that began at the worker"
         " with the shortest wait. Missing while no worker accepts requests"
@@ -114,7 +116,7 @@ def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
         },
     )
     text = "Ranges for embeddings: reserved for an engine; revoked, freed when no process writes there"
-    yield gauge(
+    yield _gauge(
         "medialane_store_embedding_ranges",
         text,
         "state",
@@ -126,11 +128,11 @@ def _leases(stats: MediaLeaseStats) -> Iterator[Metric]:
     text = "Media that clients have sent once and that are kept until their leases end"
     yield GaugeMetricFamily("medialane_store_leased_media", text, value=stats.num_leases)
     text = "Bytes of media kept for clients, uploads included, and their limit (--media-lease-share)"
-    yield gauge("medialane_store_leased_bytes", text, "kind", {"leased": stats.num_bytes, "limit": stats.max_bytes})
+    yield _gauge("medialane_store_leased_bytes", text, "kind", {"leased": stats.num_bytes, "limit": stats.max_bytes})
 
 
 def _arena(stats: ArenaStats) -> Iterator[Metric]:
-    yield gauge(
+    yield _gauge(
         "medialane_arena_bytes",
         "Shared memory by state: size is the total, cached may be evicted, pinned is held by leases",
         "kind",
@@ -142,7 +144,7 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
             "pinned": stats.pinned_bytes,
         },
     )
-    yield gauge(
+    yield _gauge(
         "medialane_arena_media_bytes",
         "Shared memory in use by kind of entry",
         "kind",
@@ -159,7 +161,7 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
 
 
 def _preparers(stats: PoolStats) -> Iterator[Metric]:
-    yield gauge(
+    yield _gauge(
         "medialane_preparers", "Preparer processes", "state", {"alive": stats.num_alive, "busy": stats.num_busy}
     )
     yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
@@ -216,20 +218,32 @@ def routing_metrics(stats: RoutingStats) -> Iterator[Metric]:
     text = "Routing decisions whose request was not sent: cancelled, failed or rerouted"
     yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
     text = "Age of a worker's latest KV event when the worker reported it"
-    yield gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
+    yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
     text = "Gaps in a worker's KV events that required a snapshot, since its last connection"
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 
+def prediction_metrics(modalities: Iterable[str]) -> Iterator[Metric]:
+    """Yield the modalities of which headers follow from the size of the media."""
+    text = "1 for a modality of which the tokens of an item are known from the size of its media"
+    yield _gauge("medialane_headers_predicted", text, "modality", dict.fromkeys(modalities, 1.0))
+
+
+def up_metrics(up: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield which gateways of the host respond, by index."""
+    text = "1 for a gateway that has responded to this scrape, 0 for one whose last values are exposed"
+    yield _gauge("medialane_gateway_up", text, "gateway", up)
+
+
 def connection_metrics(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     """Yield the series of this gateway's connections to workers."""
-    yield gauge(
+    yield _gauge(
         "medialane_worker_connected",
         "1 for a worker that this gateway is connected to",
         "worker",
         {e.worker_id: float(e.ready) for e in endpoints},
     )
-    yield gauge(
+    yield _gauge(
         "medialane_worker_in_flight",
         "Requests of this gateway in flight at a worker",
         "worker",
@@ -265,19 +279,19 @@ def worker_metrics(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
             is_kept = endpoint.card.encoder is not None
             kept.add_metric([endpoint.worker_id, endpoint.card.no_embeddings], float(is_kept))
     yield kept
-    yield gauge(
+    yield _gauge(
         "medialane_worker_running",
         "Requests running in a worker's engine, as last reported",
         "worker",
         {e.worker_id: e.load.num_running for e in endpoints},
     )
-    yield gauge(
+    yield _gauge(
         "medialane_worker_waiting",
         "Requests waiting in a worker's engine, as last reported",
         "worker",
         {e.worker_id: e.load.num_waiting for e in endpoints},
     )
-    yield gauge(
+    yield _gauge(
         "medialane_worker_kv_usage_ratio",
         "KV-cache utilisation of a worker, 0 to 1, as last reported",
         "worker",

@@ -4,18 +4,12 @@
 """
 
 from medialane.worker.config import WorkerConfig
-from medialane.worker.engine import Engine
-from medialane.worker.host_arena import HostArena
-from medialane.worker.serve import EXIT_ENGINE_LOST, default_name, serve_until, serve_worker
+from medialane.worker.serve import EXIT_ENGINE_LOST, serve_worker
 from medialane.worker.worker import Worker
 
 __all__ = [
     "EXIT_ENGINE_LOST",
-    "Engine",
-    "HostArena",
     "Worker",
     "WorkerConfig",
-    "default_name",
-    "serve_until",
     "serve_worker",
 ]
