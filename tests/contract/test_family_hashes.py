@@ -7,6 +7,7 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.parse import MultiModalDataItems, VisionChunkProcessorItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm_hashes import vllm_hashes
 
 from audio_maker import by_libsndfile, tones
 from medialane.media import MediaConfig, decode, sniff
@@ -51,7 +52,7 @@ def by_vllm(processor, modality, item):
         items = MultiModalDataItems({"vision_chunk": VisionChunkProcessorItems([chunk])})
     else:
         items = processor.info.parse_mm_data({modality: [item]})
-    ((hashed,),) = processor._get_mm_hashes(ProcessorInputs([], items)).values()
+    ((hashed,),) = vllm_hashes(processor, ProcessorInputs([], items)).values()
     return hashed
 
 

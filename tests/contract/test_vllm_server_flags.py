@@ -67,9 +67,13 @@ GIVEN = {
 }
 
 
+def actions():
+    return make_arg_parser(FlexibleArgumentParser())._actions  # argparse has no list of its flags
+
+
 def test_every_server_flag_is_in_exactly_one_table():
     engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    server = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions} - engine
+    server = {action.dest for action in actions()} - engine
     tables = [*APPLIED, *IRRELEVANT, *(name for name in UNSUPPORTED_FLAGS if name not in engine)]
     assert sorted(tables) == sorted(server | {"help"})
 
@@ -138,6 +142,5 @@ def test_model_config_is_made_from_the_flags_that_a_store_gets():
     read = {
         node.attr for node in ast.walk(source) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
     }
-    parser = make_arg_parser(FlexibleArgumentParser())
-    groups = {action.dest: action.container.title for action in parser._actions}
+    groups = {action.dest: action.container.title for action in actions()}
     assert {groups[name] for name in read & groups.keys()} == set(PROCESSOR_GROUPS)

@@ -37,7 +37,7 @@ from medialane.gateway.request.gateway import Gateway
 from medialane.gateway.request.plain_hashes import PlainHashes
 from medialane.gateway.request.route import PromptPrefix, Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.request.store_features import StoreFeatures
+from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
 from medialane.gateway.request.transfer_paths import (
     InlineTransport,
     PullTransport,
@@ -109,6 +109,8 @@ __all__ = [
     "open_scope",
     "parse_stand_in",
     "request_report",
+    "wave_bytes",
+    "wave_size",
     "with_media",
     "worker_host",
 ]

@@ -7,28 +7,18 @@ workers hold what they read, over a unix socket (`messages`); tensors stay in sh
 from medialane.store.client import StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants, StoreHold
+from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants
 from medialane.store.items import Items
-from medialane.store.media_leases import MAX_LEASES, MediaLeases
+from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import (
-    MAX_UPLOAD_S,
     AliasResolved,
     AskLease,
-    Call,
     DescribeItem,
-    FindFeature,
     FindItem,
-    Form,
-    ImagePublished,
     ImageSize,
     ItemDescribed,
     ItemFound,
-    MediaLeased,
-    PublishImage,
-    PutFeature,
     PutMedia,
-    Question,
-    Reply,
     ResolveAlias,
     SendData,
     StoreHello,
@@ -39,33 +29,22 @@ from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
 
 __all__ = [
-    "MAX_LEASES",
-    "MAX_UPLOAD_S",
     "AliasResolved",
     "Aliases",
     "AskLease",
-    "Call",
     "DescribeItem",
     "EncodedStore",
-    "FindFeature",
     "FindItem",
-    "Form",
     "HoldCache",
     "HoldPasser",
-    "ImagePublished",
     "ImageSize",
     "ItemDescribed",
     "ItemFound",
     "Items",
     "KnownFeatures",
-    "MediaLeased",
     "MediaLeases",
-    "PublishImage",
     "PublishedImages",
-    "PutFeature",
     "PutMedia",
-    "Question",
-    "Reply",
     "ResolveAlias",
     "SendData",
     "StoreClient",
@@ -73,7 +52,6 @@ __all__ = [
     "StoreEntries",
     "StoreGrants",
     "StoreHello",
-    "StoreHold",
     "StoreLink",
     "StoreServer",
     "StoreStatus",

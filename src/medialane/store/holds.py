@@ -286,7 +286,7 @@ class StoreGrants:
         """
         if not ranges:
             return []
-        reply = await self._link.call_at(ranges[0].arena, lambda call_id: GrantPulls(call_id, list(ranges)))
+        reply = await self._link.call(lambda call_id: GrantPulls(call_id, list(ranges)), arena=ranges[0].arena)
         return cast("PullsGranted", reply).entries
 
 
@@ -326,7 +326,7 @@ class StoreEntries:
                 missing = [entry for entry in missing if entry not in passed.ranges]
                 self._adopt(passed, holds)
             if missing:
-                reply = await self._link.call_at(missing[0].arena, lambda call_id: HoldEntries(call_id, missing))
+                reply = await self._link.call(lambda call_id: HoldEntries(call_id, missing), arena=missing[0].arena)
                 hold_ids = cast("EntriesHeld", reply).hold_ids
                 for entry, hold_id in zip(missing, hold_ids, strict=True):
                     holds.callback(self._holds.add(entry, hold_id, entry, None).release)
@@ -356,8 +356,8 @@ class StoreEntries:
             return passed
         if (hold := self._embeddings.use(key)) is None:
             wait_ms = min(wait_s * 1000, MAX_EMBEDDING_WAIT_MS)
-            reply = await self._link.call_at(
-                self._link.arena or "", lambda call_id: FindEmbedding(call_id, *wanted, wait_ms), waits=False
+            reply = await self._link.call(
+                lambda call_id: FindEmbedding(call_id, *wanted, wait_ms), arena=self._link.arena or "", waits=False
             )
             return self._found(key, reply) if isinstance(reply, EmbeddingFound) else None
         if hold.value.spec != wanted.spec:

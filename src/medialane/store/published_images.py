@@ -15,7 +15,7 @@ from cachetools import LRUCache
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
 from medialane.media import MediaConfig
-from medialane.media.data_url import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
+from medialane.media.data_url import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage, pixmap_header, read_published
 from medialane.media.http_cache import url_key
 from medialane.runtime.tasks import SingleFlight
 from medialane.store.encoded_store import EncodedStore
@@ -140,7 +140,9 @@ class PublishedImages:
             raise UpstreamFailed("the published image could not be read") from error
         with reservation:
             content = await asyncio.to_thread(content_hash, reservation.buffer)
-            self._store.keep_pixmap(reservation, ref.salt, content)
+            self._store.publish_as(
+                reservation, modality="image", salt=ref.salt, content=content, media_type=PIXMAP_TYPE
+            ).release()
         self._contents[key] = content
         return content
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 from cachetools import LRUCache
@@ -88,12 +88,15 @@ class Pulls:
         *,
         prefers_mover: bool = True,
         max_streams: int = 4,
+        max_pull_s: Callable[[int], float] | None = None,
     ) -> None:
-        """Raises StartupFailed for unusable files of the settings."""
+        """A pull may take `max_pull_s` of its bytes, by default as in `peer_messages`. Raises StartupFailed for
+        unusable files of the settings."""
         security = Security.load(rpc)
         self._arena = arena
         self._mover = mover
         self._prefers_mover = prefers_mover
+        self._max_pull_s = max_pull_s
         self._health = MoverHealth()
         self._peers = Peers(arena.id, security, max_streams=max_streams)
         self._server = PeerServer(arena, security, mover, prefers_mover=prefers_mover)
@@ -183,7 +186,8 @@ class Pulls:
     async def _pull_once(self, entry: RemoteEntry) -> Lease[Cached]:
         if not ENTRY_HEADER_BYTES <= entry.range.nbytes <= ENTRY_HEADER_BYTES + self._arena.max_payload_bytes:
             raise MediaTooLarge("the entry is larger than this host's arena")
-        if (lease := self._arena.lease_cached(entry.key, entry.kind)) is None:
+        lease = cast("Lease[Cached] | None", self._arena.lookup(entry.key, entry.kind))
+        if lease is None:
             lease = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
         if lease.range.nbytes != entry.range.nbytes:
             lease.release()
@@ -193,7 +197,7 @@ class Pulls:
     async def _pull(self, entry: RemoteEntry) -> Lease[Cached]:
         mover, is_demanded = self._mover, entry.mover not in ("auto", "tcp")
         async with self._slots:
-            deadline = time.monotonic() + longest_pull_s(entry.range.nbytes)
+            deadline = time.monotonic() + (self._max_pull_s or longest_pull_s)(entry.range.nbytes)
             if mover is not None and (is_demanded or (entry.mover == "auto" and self._prefers_mover)):
                 if (copy := await self._pull_by(mover, entry, deadline, is_demanded=is_demanded)) is not None:
                     return copy

@@ -68,7 +68,7 @@ def content(arena, key, kind):
     """The bytes of a cached entry; None if there is none."""
     if not arena.contains(key, kind):
         return None
-    with arena.lease_cached(key, kind) as lease:
+    with arena.lookup(key, kind) as lease:
         return set(bytes(arena.view.entry(lease.range)[64:]))
 
 
@@ -117,7 +117,7 @@ def test_next_owner_has_all_entries_with_their_values_and_bytes(arena, config):
     assert later.was_adopted
     assert (later.id, later.nonce) == (arena.id, arena.nonce)
     for (key, kind), value in values.items():
-        with later.lease_cached(key, kind) as lease:
+        with later.lookup(key, kind) as lease:
             assert lease.value == value
         assert content(later, key, kind) == set(fill(key))
     assert later.stats().free_bytes == stats.free_bytes

@@ -428,7 +428,7 @@ async def test_worker_whose_blocks_are_unknown_is_ready(net):
     handler.has_unknown_blocks = True
     await net.serve(handler)
     link = net.link(Heard())
-    await eventually(lambda: link.client.reports.has_unknown_blocks)
+    await eventually(lambda: link.client is not None and link.client.reports.has_unknown_blocks)
     assert link.is_ready
 
 

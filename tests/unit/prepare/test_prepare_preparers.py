@@ -12,7 +12,7 @@ from preparer_pools import is_running, make_pool, refuse_reading, running
 
 from medialane.prepare import forkserver_process, job_run, pool
 from medialane.prepare.job_run import JobRunner
-from medialane.prepare.messages import Copied
+from medialane.prepare.messages import FreeTensors
 from medialane.prepare.preparer_process import PreparerProcess
 from medialane.types.errors import (
     ArenaFull,
@@ -54,7 +54,7 @@ class FirstCopy:
         send = PreparerProcess.send
 
         async def interrupted(preparer, request):
-            if isinstance(request, Copied) and not self.begun.is_set():
+            if isinstance(request, FreeTensors) and not self.begun.is_set():
                 self.pid = preparer.pid
                 self.begun.set()
                 await self.resume.wait()
@@ -77,7 +77,7 @@ async def test_next_job_is_sent_before_tensors_are_copied(arena, encoded, sent):
     async with running(make_pool(arena)) as used:
         for lease in await asyncio.gather(*(start(used, encoded, key) for key in (FIRST, SECOND, THIRD))):
             lease.release()
-    assert sent == ["ProcessItem", "ProcessItem", "Copied", "ProcessItem", "Copied", "Copied"]
+    assert sent == ["ProcessItem", "ProcessItem", "FreeTensors", "ProcessItem", "FreeTensors", "FreeTensors"]
 
 
 @pytest.mark.parametrize("reason", ["large tensors", "last job", "preparers write"])
@@ -89,7 +89,7 @@ async def test_next_job_waits(arena, encoded, monkeypatch, sent, reason):
     async with running(make_pool(arena, max_jobs_per_preparer=reason == "last job")) as used:
         for lease in await asyncio.gather(start(used, encoded, FIRST), start(used, encoded, SECOND)):
             lease.release()
-    assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "Copied"] * 2
+    assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "FreeTensors"] * 2
 
 
 async def test_preparer_killed_with_two_jobs_fails_neither(arena, encoded, monkeypatch):

@@ -24,13 +24,13 @@ async def gateway(world):
 async def worker(world):
     client = await world.client()
     client.num_calls = 0
-    call_at = client.link.call_at
+    call = client.link.call
 
     async def counted(*args, **settings):
         client.num_calls += 1
-        return await call_at(*args, **settings)
+        return await call(*args, **settings)
 
-    client.link.call_at = counted
+    client.link.call = counted
     yield client
     await client.disconnect()
 

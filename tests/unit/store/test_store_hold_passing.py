@@ -29,12 +29,12 @@ class Worker:
         self.link = client.link
         self.num_calls = 0
         self.entries = StoreEntries(client.link)
-        self._call_at = client.link.call_at
-        client.link.call_at = self._counted
+        self._call = client.link.call
+        client.link.call = self._counted
 
     async def _counted(self, *args, **settings):
         self.num_calls += 1
-        return await self._call_at(*args, **settings)
+        return await self._call(*args, **settings)
 
 
 @pytest.fixture

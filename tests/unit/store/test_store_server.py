@@ -100,7 +100,7 @@ async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
     async def connect(holds=None):
         holds = holds or {}
         hello = StoreHello(client_id="one", arena=world.arena.id, holds=holds)
-        return await StoreClient.connect(world.address, hello, RPC, holds=holds, on_passed=list, on_reclaim=list)
+        return await StoreClient.connect(world.address, hello, RPC, holds=holds)
 
     async def find(client, content):
         return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -147,12 +147,12 @@ async def test_lines_about_a_call_have_the_id_of_its_request(world, monkeypatch,
     client = await world.client()
     monkeypatch.setattr(world.items, "find", fail)
     lines = Lines()
-    logging.getLogger("medialane.store.session").addHandler(lines)
+    logging.getLogger("medialane.store.server").addHandler(lines)
     try:
         with pytest.raises(MedialaneError, match="internal error"):
             await client.link.call(lambda call_id: FindItem(call_id, reference("a"), "processed", request_id=given))
     finally:
-        logging.getLogger("medialane.store.session").removeHandler(lines)
+        logging.getLogger("medialane.store.server").removeHandler(lines)
     assert ids == [("a call has failed", given)]
 
 
@@ -249,9 +249,7 @@ async def test_socket_is_private_and_a_client_of_another_release_is_refused(worl
     path = world.address.removeprefix("unix:")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(StartupFailed, match=r"the client speaks protocol 0, the store \d+ .*same release"):
-        await StoreClient.connect(
-            world.address, StoreHello(version=0, client_id="x"), RPC, holds={}, on_passed=list, on_reclaim=list
-        )
+        await StoreClient.connect(world.address, StoreHello(version=0, client_id="x"), RPC, holds={})
 
 
 def test_client_of_a_release_with_another_hello_is_known_by_its_number():
@@ -328,7 +326,7 @@ async def test_take_over_that_ends_before_a_failure_for_want_of_memory_is_waited
 
 
 async def test_arena_that_stops_growing_is_full_after_a_deadline(monkeypatch):
-    monkeypatch.setattr("medialane.store.session.GROWTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("medialane.store.server.GROWTH_TIMEOUT_S", 0.1)
     world = await World(monkeypatch, grows=True).start()
     gateway = await world.client()
     with pytest.raises(ArenaFull):

@@ -50,16 +50,6 @@ class Published(NamedTuple):
     completed: asyncio.Future[None]
 
 
-class _Job(NamedTuple):
-    """What to read from the agent of `metadata`; see `agent.Read`."""
-
-    metadata: bytes
-    sources: list[Descriptor]
-    offsets: list[int]
-    entry: ArenaRange | None = None
-    notification: str = ""
-
-
 class _TimedOutRead(NamedTuple):
     num_bytes: int
     deadline: float
@@ -137,7 +127,7 @@ class NixlMover:
         except (KeyError, msgspec.DecodeError, ValueError) as error:
             raise TransferFailed(f"the source's offer of nixl is invalid: {error!r}") from error
         offset = destination.range.offset + ENTRY_HEADER_BYTES
-        await self._read(_Job(offer.metadata, [payload], [offset], entry), deadline_s)
+        await self._read(offer.metadata, [payload], [offset], deadline_s=deadline_s, entry=entry)
 
     async def publish(self, tensors: Sequence[TensorDescriptor]) -> Published:
         """Describe tensors of our arena for a reader that uses Dynamo's `nixl_connect`, or `read_published`.
@@ -161,9 +151,8 @@ class NixlMover:
         if sizes != [source.size for source in metadata.descriptors]:
             raise TransferFailed(f"the published descriptors do not have the sizes {sizes}")
         offsets = [tensor.range.offset + tensor.offset for tensor in destinations]
-        agent = metadata.agent_metadata()
-        job = _Job(agent, metadata.descriptors, offsets, notification=metadata.notification_key)
-        await self._read(job, deadline_s)
+        agent, key = metadata.agent_metadata(), metadata.notification_key
+        await self._read(agent, metadata.descriptors, offsets, deadline_s=deadline_s, notification=key)
 
     async def close(self) -> None:
         """Kill the process. Idempotent. All reads end, those that were given up included; no process is started."""
@@ -174,13 +163,23 @@ class NixlMover:
         if self._child is not None:
             await self._child.close()
 
-    async def _read(self, job: _Job, deadline_s: float) -> None:
+    async def _read(
+        self,
+        metadata: bytes,
+        sources: Sequence[Descriptor],
+        offsets: Sequence[int],
+        *,
+        deadline_s: float,
+        entry: ArenaRange | None = None,
+        notification: str = "",
+    ) -> None:
+        """Read from the agent of `metadata`; the rest is as in `agent.Read`. Raises like `read`."""
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
             async with asyncio.timeout_at(deadline):
                 child = await self._running()
-                peer = child.know(job.metadata)
-                done = await child.read(peer, job.sources, job.offsets, entry=job.entry, notification=job.notification)
+                peer = child.know(metadata)
+                done = await child.read(peer, sources, offsets, entry=entry, notification=notification)
         except TimeoutError as error:
             raise TransferFailed("the NIXL mover process was not ready in time") from error
         try:
@@ -188,7 +187,7 @@ class NixlMover:
                 await asyncio.shield(done)
         except (TimeoutError, asyncio.CancelledError) as error:
             if not done.done():
-                num_bytes = sum(source.size for source in job.sources)
+                num_bytes = sum(source.size for source in sources)
                 ended = self._give_up(child, done, num_bytes, deadline=deadline)
                 raise StillWriting(ended) from error
             if isinstance(error, asyncio.CancelledError):

@@ -138,22 +138,30 @@ def _write(payload: memoryview, where: TensorDescriptor, output: torch.Tensor) -
     tensor_over(where.spec, payload[first : first + where.spec.nbytes]).copy_(output)
 
 
+def _num_preempted() -> int:
+    return getrusage(RUSAGE_THREAD).ru_nivcsw
+
+
 class StepClock:
     """`longest_s` is the longest sum of one step. Calls in which the kernel ran another thread instead are left out:
     how long that lasts depends on the machine's load. Those that wait for something are counted."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, num_preempted: Callable[[], int] = _num_preempted
+    ) -> None:
+        """`num_preempted` returns how often the kernel has run another thread instead of this one."""
+        self._clock, self._num_preempted = clock, num_preempted
         self.longest_s = 0.0
         self._step_s = 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        num_preempted, started = getrusage(RUSAGE_THREAD).ru_nivcsw, time.perf_counter()
+        num_preempted, started = self._num_preempted(), self._clock()
         try:
             yield
         finally:
-            spent = time.perf_counter() - started
-            if getrusage(RUSAGE_THREAD).ru_nivcsw == num_preempted:
+            spent = self._clock() - started
+            if self._num_preempted() == num_preempted:
                 self._step_s += spent
 
     def end_step(self) -> None:

@@ -14,7 +14,7 @@ fields, which are all that an engine gets of an item whose embedding is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
@@ -32,7 +32,7 @@ from medialane.types.hashing import content_hash, digest
 from medialane.types.request import EncoderCard
 from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
 from medialane.vllm_bridge.learned.settings import describe
-from medialane.vllm_bridge.seams.encoder_cache import embeddings_of, mrope_positions, sample_inputs
+from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder
 
 
 class Measured(TypedDict):
@@ -43,18 +43,19 @@ class Measured(TypedDict):
     faults: dict[str, str]
 
 
-def measure(worker: Any) -> Measured:
-    """Return the measurements of this process. Never raises: an engine works without kept embeddings, and its card says
-    why it keeps none (whatever the model raised, out of memory included)."""
+def measure(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerEncoder) -> Measured:
+    """Return the measurements of this process, which `worker` is. Never raises: an engine works without kept
+    embeddings, and its card says why it keeps none (whatever the model raised, out of memory included)."""
     measured: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
     try:
-        samples = sample_inputs(worker)
+        encoder = encoder_of(worker)
+        samples = encoder.sample_inputs()
     except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
         measured["faults"]["media"] = _reason(error)
         return measured
     for modality, sample in samples.items():
         try:
-            spec = _measured(worker, modality, sample)
+            spec = _measured(encoder, modality, sample)
         except Exception as error:  # noqa: BLE001 - as above
             measured["faults"][modality] = _reason(error)
         else:
@@ -62,15 +63,17 @@ def measure(worker: Any) -> Measured:
     return measured
 
 
-def _measured(worker: Any, modality: str, sample: Any) -> tuple[int, str]:
+def _measured(encoder: WorkerEncoder, modality: str, sample: Any) -> tuple[int, str]:
     """Return width and dtype. Raises PreparationFailed, or whatever the model raises."""
     (item,), (place,) = sample["mm_kwargs"][modality], sample["mm_placeholders"][modality]
     small = decode_small_fields(encode_item(item)[0])
     token_ids = sample["prompt_token_ids"]
-    whole, reduced = (mrope_positions(worker, token_ids, modality=modality, item=i, place=place) for i in (item, small))
+    whole, reduced = (
+        encoder.mrope_positions(token_ids, modality=modality, item=each, place=place) for each in (item, small)
+    )
     if whole != reduced:
         raise PreparationFailed("rotary positions depend on the item's large fields")
-    spec = spec_of(embeddings_of(worker, modality, item))
+    spec = spec_of(encoder.embeddings_of(modality, item))
     if len(spec.shape) != 2 or spec.shape[0] != place.get_num_embeds():
         raise PreparationFailed(f"the encoder's output is {spec.shape} for {place.get_num_embeds()} tokens")
     return spec.shape[1], spec.dtype

@@ -133,7 +133,7 @@ LOOKS_PER_SLEEP = 32
 SPIN_S = 0.01
 
 
-class _Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
+class Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
     """vLLM's SpinCondition with both constants above."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -155,4 +155,4 @@ class _Spinning(SpinCondition):  # type: ignore[misc]  # vllm is not typed
 def shorten_waits() -> None:
     """Install this wait for the readers of this process, if it computes on the CPU. Idempotent."""
     if current_platform.is_cpu():
-        wait_by(_Spinning)
+        wait_by(Spinning)
