@@ -7,13 +7,11 @@ has its labels.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
-import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,9 +42,8 @@ from medialane.types.stats import (
 from medialane.worker.metrics_server import WorkerStatus
 
 ROOT = Path(__file__).parents[1]
-PAGE, DEPLOY = ROOT / "docs" / "reference" / "metrics.md", ROOT / "deploy"
-_HEAD = "| name | type | labels | unit | what it is |\n|---|---|---|---|---|\n"
-_UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "0 to 1", "max": "seconds", "tokens": "tokens"}
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+_HEAD = "| name | what it is |\n|---|---|\n"
 
 
 def _store() -> StoreStats:
@@ -115,41 +112,22 @@ def shown_name(metric: Metric) -> str:
     return f"{metric.name}_total" if metric.type == "counter" else metric.name
 
 
-def _unit(metric: Metric) -> str:
-    words = metric.name.split("_")
-    return next((_UNITS[word] for word in reversed(words) if word in _UNITS), "number")
-
-
 def _row(metric: Metric) -> str:
-    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
-    shown = ", ".join(f"`{label}`" for label in labels)
-    cells = (f"`{shown_name(metric)}`", metric.type, shown, _unit(metric), metric.documentation.replace("|", "\\|"))
-    return f"| {' | '.join(cells)} |\n"
+    """Name and labels as in PromQL; the unit is the name's suffix, and a type that it does not tell is named."""
+    labels = ",".join(dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le"))
+    shown = f"{shown_name(metric)}{{{labels}}}" if labels else shown_name(metric)
+    text = metric.documentation.replace("|", "\\|")
+    return f"| `{shown}` | {text}{' (histogram)' if metric.type == 'histogram' else ''} |\n"
 
 
 def _table(found: Iterable[Metric]) -> str:
     return _HEAD + "".join(_row(metric) for metric in sorted(found, key=lambda each: each.name))
 
 
-def _conditional() -> str:
-    """What has no data at first, by what it needs: panels and alerts."""
-    needs: dict[str, list[str]] = {}
-    for path in sorted((DEPLOY / "grafana").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            if found := re.search(r"No data until (.+)\.\n\n", panel.get("description", "")):
-                needs.setdefault(found[1], []).append(f"{panel['title']} ({path.stem})")
-    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]:
-        for rule in group["rules"]:
-            if "until" in rule["annotations"]:
-                needs.setdefault(rule["annotations"]["until"], []).append(f"`{rule['alert']}`")
-    rows = "".join(f"| {need} | {', '.join(what)} |\n" for need, what in needs.items())
-    return f"| until | panels and alerts without data |\n|---|---|\n{rows}"
-
-
 def with_tables(page: str) -> str:
     """The page with the tables of the code between its marks."""
     tables = {name: _table(found) for name, found in families().items()}
-    for name, table in {**tables, "conditional": _conditional()}.items():
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: tests/metric_reference.py -->\n", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         page, number = pattern.subn((begin + table + end).replace("\\", r"\\"), page)

@@ -1,4 +1,4 @@
-"""Fill the column "prompt by" of docs/models.md without running the whole check of each family.
+"""Fill the `predicted` modalities in the rows of docs/models.md without running the whole check of each family.
 
 python tests/families/predicted_modalities.py [FAMILY ...]   # then tests/families/models_page.py
 

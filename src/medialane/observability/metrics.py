@@ -36,22 +36,22 @@ class Metrics:
         self._collectors: list[tuple[CollectorRegistry, Collector]] = []
         self.stage_seconds = self._histogram(
             "medialane_stage_seconds",
-            "Duration of each step of a request, of several items that of the slowest. Steps overlap, and time between"
-            " them belongs to none: they do not add up to medialane_request_seconds",
+            "Duration of each step of a request; the slowest of several items counts. Steps overlap and leave gaps:"
+            " they do not add up to medialane_request_seconds",
             "stage",
             buckets=_STAGE_BUCKETS,
         )
         self.request_seconds = self._histogram(
             "medialane_request_seconds",
-            "From a POST request's header at the gateway to the end of its response, also of refused and failed ones:"
-            " with upload, media, queues and the client's reading. Left out: the connection and its TLS handshake",
+            "From a POST request's header at the gateway to the end of its response, refused and failed requests"
+            " included. Without the connection and its TLS handshake",
             buckets=_REQUEST_BUCKETS,
         )
         self.time_to_first_token_seconds = self._histogram(
             "medialane_time_to_first_token_seconds",
-            "From a request's header at the gateway to its first token: with upload, media and queues, of which"
-            " vllm:time_to_first_token_seconds knows nothing. Left out: connection, TLS handshake, way to the client,"
-            " and requests that end without a token",
+            "From a request's header at the gateway to its first token, with upload, media and queues (unlike"
+            " vllm:time_to_first_token_seconds). Without connection, TLS handshake, and requests that end without a"
+            " token",
             buckets=_TTFT_BUCKETS,
         )
         self.migration_seconds = self._histogram(
@@ -61,71 +61,69 @@ class Metrics:
         )
         self.routing_seconds = self._histogram(
             "medialane_routing_seconds",
-            "Duration of routing decisions. Left out: hashing the prompt's blocks",
+            "Duration of routing decisions, without hashing the prompt",
             buckets=_ROUTING_BUCKETS,
         )
         self.cache_lookups = self._counter(
             "medialane_cache_lookups",
-            "Lookups of media items by cache (feature: items as prepared for the model) and outcome",
+            "Lookups of media items by cache (feature: processed items) and outcome",
             "kind",
             "outcome",
         )
         self.copied_bytes = self._counter(
             "medialane_copied_bytes",
-            "Bytes of media and features copied by the gateway. Left out: shared memory, which needs no copy, and"
-            " copies by stores and workers",
+            "Bytes of media and features copied by the gateway; shared memory needs no copy",
         )
         self.request_errors = self._counter(
             "medialane_request_errors",
-            "Requests that were refused or failed, by medialane's error code. Left out: what vLLM's own app or a"
-            " worker's vLLM refuses (http_requests_total counts it)",
+            "Requests that were refused or failed, by medialane's error code; http_requests_total also counts vLLM's"
+            " own refusals",
             "code",
         )
         self.refused_requests = self._counter(
             "medialane_refused_requests",
-            "Requests refused by the limits of a tenant, or as there was no capacity, by tenant (empty without --keys)"
-            " and error code",
+            "Requests refused for a tenant's limits or lack of capacity, by tenant (empty without --keys) and error"
+            " code",
             "tenant",
             "reason",
         )
         self.transfer_fallbacks = self._counter(
             "medialane_transfer_fallbacks",
-            "Failed transfers of media to a worker that fell back to another path, by failed path and reason",
+            "Transfers of media to a worker that fell back to another path, by failed path and reason",
             "path",
             "reason",
         )
         self.migrations = self._counter(
             "medialane_migrations",
-            "Requests whose worker was lost, by the error's code and by outcome: continued (an answer that had begun,"
-            " at another worker), repeated (none was), failed (no other worker, or too many tries), impossible (what"
-            " had begun cannot go on elsewhere), refused (two workers were lost right after it arrived)",
+            "Requests whose worker was lost, by error code and outcome: continued (an answer that had begun),"
+            " repeated (none had), failed (no other worker, or too many tries), impossible (cannot continue"
+            " elsewhere), refused (two workers were lost right after it arrived)",
             "reason",
             "outcome",
         )
         self.copied_requests = self._counter(
             "medialane_copied_requests",
-            "Requests whose media the store of the worker's host had copied from this one, by mover: tcp or nixl",
+            "Requests whose media were copied by the worker's store, by mover: tcp or nixl",
             "mover",
         )
         self.worker_losses = self._counter("medialane_worker_losses", "Lost connections to a worker", "worker")
         self.prompt_tokens = self._counter(
             "medialane_prompt_tokens",
-            "Prompt tokens: all, predicted cached by the router, reported cached by the engine. Left out: prompts"
-            " without a first token",
+            "Prompt tokens of requests that had a first token: all, predicted cached by the router, reported cached"
+            " by the engine",
             "kind",
         )
         self.embeddings = self._counter(
             "medialane_embeddings",
-            "Media items sent in stage features to workers that keep embeddings, by what was done about the embedding:"
-            " loaded from the arena, encoded and kept, encoded and not kept, unneeded (tokens in the KV cache), or a"
-            " fallback (sent again with tensors, as the worker could not load it)",
+            "Media items sent in stage features to workers that keep embeddings, by outcome: loaded from the arena,"
+            " encoded (and kept), unkept (encoded, not kept), unneeded (tokens in the KV cache), fallback (sent again"
+            " with tensors)",
             "outcome",
         )
         self.encoder_requests = self._counter(
             "medialane_encoder_requests",
-            "New media items while encoders were ready, by outcome: encoded, unkept (encoded, but not kept in the"
-            " arena), late or failed (the worker encodes), or worker (the worker was expected to encode with less"
-            " delay)",
+            "New media items while encoders were ready, by outcome: encoded, unkept (encoded, not kept), late or"
+            " failed (the worker encodes), worker (expected to encode with less delay)",
             "outcome",
         )
         self.embedding_loaded_bytes = self._counter(
@@ -133,12 +131,11 @@ class Metrics:
         )
         self.encoder_saved_seconds = self._counter(
             "medialane_encoder_saved_seconds",
-            "Expected time of the encoder runs that loaded embeddings have avoided, by --routing-encoder-ms-per-token",
+            "Expected encoder time saved by loaded embeddings, by --routing-encoder-ms-per-token",
         )
         self.media_items = self._counter(
             "medialane_media_items",
-            "Media items of prompts that had a first token, by whether their tokens were entirely in the engine's KV"
-            " cache",
+            "Media items of prompts that had a first token, by whether the KV cache had all their tokens",
             "modality",
             "outcome",
         )

@@ -4,17 +4,19 @@ It owns the arena, the cached encoded bytes, the preparers and the clients' name
 workers hold what they read, over a unix socket (`messages`); tensors stay in shared memory.
 """
 
-from medialane.store.client import StoreClient, StoreLink
+from medialane.store.client import ConnectionLost, StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants
-from medialane.store.items import Items
+from medialane.store.items import Items, LeasedItem, Processing
 from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import (
     AliasResolved,
     AskLease,
     DescribeItem,
+    FindEmbedding,
     FindItem,
+    HeldEntry,
     ImageSize,
     ItemDescribed,
     ItemFound,
@@ -24,17 +26,22 @@ from medialane.store.messages import (
     StoreHello,
     StoreStatus,
 )
-from medialane.store.names import Aliases, KnownFeatures
+from medialane.store.names import Aliases, AliasTarget, FeatureSource, KnownFeatures
 from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
 
 __all__ = [
     "AliasResolved",
+    "AliasTarget",
     "Aliases",
     "AskLease",
+    "ConnectionLost",
     "DescribeItem",
     "EncodedStore",
+    "FeatureSource",
+    "FindEmbedding",
     "FindItem",
+    "HeldEntry",
     "HoldCache",
     "HoldPasser",
     "ImageSize",
@@ -42,7 +49,9 @@ __all__ = [
     "ItemFound",
     "Items",
     "KnownFeatures",
+    "LeasedItem",
     "MediaLeases",
+    "Processing",
     "PublishedImages",
     "PutMedia",
     "ResolveAlias",

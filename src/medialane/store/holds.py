@@ -216,8 +216,9 @@ class HoldPasser:
 class PassedHolds:
     """The worker's side: holds that have arrived, until the request that uses them does."""
 
-    def __init__(self, link: StoreLink) -> None:
+    def __init__(self, link: StoreLink, *, max_wait_s: float, max_age_s: float) -> None:
         self._link = link
+        self._max_wait_s, self._max_age_s = max_wait_s, max_age_s
         self._arrived: dict[str, tuple[HoldsPassed, asyncio.TimerHandle]] = {}
         self._awaited: dict[str, asyncio.Future[HoldsPassed | None]] = {}
         link.watch(self._arena_changed)
@@ -232,7 +233,7 @@ class PassedHolds:
         loop = asyncio.get_running_loop()
         arrival: asyncio.Future[HoldsPassed | None] = loop.create_future()
         self._awaited[request_id] = arrival
-        deadline = loop.call_later(MAX_WAIT_S, self._give_up, request_id)
+        deadline = loop.call_later(self._max_wait_s, self._give_up, request_id)
         try:
             return await arrival
         except asyncio.CancelledError:
@@ -248,7 +249,7 @@ class PassedHolds:
         if arrival is not None and not arrival.done():
             arrival.set_result(passed)
             return
-        expiry = asyncio.get_running_loop().call_later(MAX_AGE_S, self._expire, passed.request_id)
+        expiry = asyncio.get_running_loop().call_later(self._max_age_s, self._expire, passed.request_id)
         self._arrived[passed.request_id] = passed, expiry
 
     def _give_up(self, request_id: str) -> None:
@@ -292,11 +293,19 @@ class StoreGrants:
 
 class StoreEntries:
     """Entries of the arena that gateways refer to (implements `worker.HostArena`). They are retained for `retention_s`
-    after their last use (`HoldCache`)."""
+    after their last use (`HoldCache`); those that are passed are waited for, and kept for their requests, at most
+    `max_wait_s` and `max_age_s`."""
 
-    def __init__(self, link: StoreLink, *, retention_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        link: StoreLink,
+        *,
+        retention_s: float = 0.0,
+        max_wait_s: float = MAX_WAIT_S,
+        max_age_s: float = MAX_AGE_S,
+    ) -> None:
         self._link = link
-        self._passed = PassedHolds(link)
+        self._passed = PassedHolds(link, max_wait_s=max_wait_s, max_age_s=max_age_s)
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
         #: Copies of entries of other hosts, by the original's range.
         self._copies: HoldCache[ArenaRange, LocalCopy] = HoldCache(link, retention_s=retention_s)

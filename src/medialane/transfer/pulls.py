@@ -19,7 +19,7 @@ from medialane.runtime.tasks import SingleFlight
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
 from medialane.transfer.peer_messages import longest_pull_s
 from medialane.transfer.peer_server import PeerServer
-from medialane.transfer.peers import Peers
+from medialane.transfer.peers import MIN_PART_BYTES, Peers
 from medialane.types.errors import HandoverFailed, MediaTooLarge, TransferFailed, TransferTimeout
 from medialane.types.feature import Embedding, EntryKind, Feature, MoverName, RemoteEntry
 from medialane.types.media import EncodedMedia
@@ -75,7 +75,8 @@ class MoverHealth:
 
 class Pulls:
     """Owns `mover`, which is used instead of tcp for entries of hosts that have it, too: for those that demand it and,
-    if it is preferred, for all while it is healthy. tcp takes at most `max_streams` connections for an entry.
+    if it is preferred, for all while it is healthy. tcp takes at most `max_streams` connections for an
+    entry, each of them for `min_part_bytes` or more.
 
     Entries can be granted after `serve`. `close` in any case, after the sessions of the store's clients.
     """
@@ -88,6 +89,7 @@ class Pulls:
         *,
         prefers_mover: bool = True,
         max_streams: int = 4,
+        min_part_bytes: int = MIN_PART_BYTES,
         max_pull_s: Callable[[int], float] | None = None,
     ) -> None:
         """A pull may take `max_pull_s` of its bytes, by default as in `peer_messages`. Raises StartupFailed for
@@ -98,7 +100,7 @@ class Pulls:
         self._prefers_mover = prefers_mover
         self._max_pull_s = max_pull_s
         self._health = MoverHealth()
-        self._peers = Peers(arena.id, security, max_streams=max_streams)
+        self._peers = Peers(arena.id, security, max_streams=max_streams, min_part_bytes=min_part_bytes)
         self._server = PeerServer(arena, security, mover, prefers_mover=prefers_mover)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release

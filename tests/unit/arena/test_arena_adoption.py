@@ -1,7 +1,5 @@
 """The next owner of an arena's file: what it finds, wherever the earlier one was killed, and whatever was damaged."""
 
-import errno
-import fcntl
 import os
 import random
 import shutil
@@ -327,15 +325,11 @@ def test_no_flipped_bit_completes_an_entry(arena, generation):
         reservation.abandon()
 
 
-def test_arena_is_not_taken_over_where_slots_cannot_be_locked(arena, config, monkeypatch):
-    """In gVisor: who still uses it is not known."""
+def test_arena_is_not_taken_over_where_slots_cannot_be_locked(arena, config, request):
+    """Who still uses it is not known."""
     write(arena, "a").release()
     arena.close(keep=True)
-
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    request.getfixturevalue("_no_byte_locks")
     later = Arena.open(config, lineage=LINEAGE)
     assert not later.was_adopted
     assert os.listdir(config.directory) == [later.path.name]

@@ -64,21 +64,15 @@ def with_large_media(number):
     return EngineRequest(f"m{number}", ExpandedPrompt([1, 7, 3]), b""), prepared
 
 
-def test_prompt_is_hashed_once_for_its_new_items_and_its_worker(make_routes, monkeypatch):
-    sizes = []
-
-    def hashed(tokens, *, block_size, **kwargs):
-        sizes.append(block_size)
-        return prompt_block_ids(tokens, block_size=block_size, **kwargs)
-
-    monkeypatch.setattr("medialane.gateway.request.route.prompt_block_ids", hashed)
+def test_prompt_is_hashed_once_for_its_new_items_and_its_worker(make_routes):
+    """For each size of blocks; what was hashed is kept."""
     routes, block_ids = make_routes(link_to("w0"), link_to("w1", block_size=32)), {}
     request, prepared = with_large_media(7)
     assert routes.new_items(request, prepared, block_ids) == {f"{7:064x}"}
+    hashed = dict(block_ids)
     routes.choose(request, prepared, block_ids=block_ids)
-    assert sizes == [16, 32]
-    routes.choose(request, prepared)
-    assert sizes == [16, 32, 16, 32]
+    assert block_ids.keys() == {16, 32}
+    assert all(block_ids[size] is ids for size, ids in hashed.items())
 
 
 def test_concurrent_new_images_share_a_worker_before_their_position_is_known(make_routes):

@@ -16,8 +16,7 @@ import pytest
 from store_world import ITEM_BYTES, RPC, Client, feature, pattern, reference, write
 
 import medialane
-from medialane.store import FindItem, StoreClient, StoreEntries, StoreHello
-from medialane.store.messages import HeldEntry
+from medialane.store import FindItem, HeldEntry, StoreClient, StoreEntries, StoreHello
 from medialane.types.errors import ArenaFull, HandoverFailed, MedialaneError
 from waiting import comes_true, eventually
 
@@ -119,7 +118,7 @@ class Host:
 
     async def end(self) -> None:
         for client in self._clients:
-            await client.disconnect()
+            await client.exit()
         for process in self._processes:
             await process.kill()
 

@@ -71,6 +71,7 @@ class NixlMover:
         *,
         slot: int,
         max_given_up_bytes: int,
+        max_given_up: int = MAX_GIVEN_UP,
         environ: Mapping[str, str],
         factory: str = FACTORY,
     ) -> None:
@@ -80,7 +81,7 @@ class NixlMover:
         self._slot = slot
         self._environ = environ
         self._factory = factory
-        self._max_given_up_bytes = max_given_up_bytes
+        self._max_given_up_bytes, self._max_given_up = max_given_up_bytes, max_given_up
         self._given_up: dict[asyncio.Future[None], _TimedOutRead] = {}
         self._child: MoverChild | None = None
         self._starting: asyncio.Task[MoverChild] | None = None
@@ -217,7 +218,7 @@ class NixlMover:
         """Count the reads that were given up and have exceeded their deadline; those that were cancelled may end."""
         now = asyncio.get_running_loop().time()
         overdue = [given_up.num_bytes for given_up in self._given_up.values() if given_up.deadline <= now]
-        if len(overdue) > MAX_GIVEN_UP or sum(overdue) > self._max_given_up_bytes:
+        if len(overdue) > self._max_given_up or sum(overdue) > self._max_given_up_bytes:
             logger.warning(
                 "restarting the NIXL mover process: %d reads of %d bytes have not ended", len(overdue), sum(overdue)
             )
