@@ -58,9 +58,9 @@ from medialane.types.feature import (
 from medialane.types.media import Image, MediaRef
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.types.stage import StageName
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items import VllmProcessor, decode_item
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
+from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from medialane.wire import Hello, RpcConfig
 
 ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"

@@ -53,8 +53,8 @@ from medialane.media.video import open_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.types.hashing import content_hash
 from medialane.types.media import MediaRef
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items import VllmFrameSampler
+from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from origin import File, origin
 
 ABOUT = "CPU time from encoded media to arrays, compared with vLLM's own media chain"

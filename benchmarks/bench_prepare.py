@@ -55,8 +55,8 @@ from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.types.feature import MediaPrompt
 from medialane.types.media import EncodedMedia, MediaRef
-from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
 from medialane.vllm_bridge.learned import VllmAssembler
+from medialane.vllm_bridge.seams.arguments import create_frontend_config, create_model_config, parse_vllm_args
 
 ABOUT = "images per second of 1, 2, ... preparers, compared with vLLM's renderer in one process"
 

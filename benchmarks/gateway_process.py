@@ -34,7 +34,7 @@ from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.tensor import TensorDescriptor
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 
 #: vLLM is imported twice and processors are loaded: takes minutes on shared cores.
 START_S = 300.0

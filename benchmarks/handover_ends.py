@@ -69,8 +69,7 @@ from medialane.vllm_bridge.engine import plugin
 from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, to_vllm_range
 from medialane.vllm_bridge.learned import placeholder_of
 from medialane.wire import RpcConfig
-from medialane.worker import Worker, WorkerConfig
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer, Worker, WorkerConfig
 
 #: Rows of patches: 1176 bytes each as uint8, four times that as float32 (Qwen2.5-VL; 3996 rows are a 1024x768 image).
 SIZES: dict[str, tuple[int, torch.dtype]] = {

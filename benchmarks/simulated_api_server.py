@@ -25,10 +25,10 @@ from medialane.types.errors import MedialaneError
 from medialane.types.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.types.media import MediaRef
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
-from medialane.vllm_bridge.arguments import create_frontend_config
 from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (
     FlexibleArgumentParser,
+    create_frontend_config,
     make_arg_parser,
     validate_parsed_serve_args,
 )

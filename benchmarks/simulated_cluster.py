@@ -271,7 +271,6 @@ class _Gateway:
             turn.media,
             # On one host, the same for all workers.
             sum(map(num_bytes, turn.media)) if len(self._cluster.hosts) > 1 else 0,
-            model="m",
             session_id=turn.session,
         )
         started = time.thread_time()

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
-from medialane.routing import EncodeCosts, EncoderQueue, NewItem, Router, choose_encoder, least_loaded
+from medialane.routing import EncodeCosts, NewItem, Router, choose_encoder, least_loaded
 from medialane.testing.simulated import SimulatedConfig
 from medialane.types.feature import MediaSpan
 from simulated_encoders import EmbeddingStore, EncoderScheduler, EncodeStep, encode_step_s
@@ -141,8 +141,7 @@ class KeepsEmbeddings:
         if writer is not None:
             return writer.startswith("e")
         item = NewItem(span.num_embeds, span.num_embeds * self._simulated.embedding_bytes)
-        queues = [EncoderQueue(encoder.queue_ms) for encoder in self._encoders]
-        number = self._choose(item, queues, router)
+        number = self._choose(item, [encoder.queue_ms for encoder in self._encoders], router)
         if number is None:
             return False
         encoder = self._encoders[number]
@@ -152,12 +151,12 @@ class KeepsEmbeddings:
         self.loop.call_later(self._hop_s, encoder.add, span)
         return True
 
-    def _choose(self, item: NewItem, queues: Sequence[EncoderQueue], router: Router) -> int | None:
+    def _choose(self, item: NewItem, queues_ms: Sequence[float], router: Router) -> int | None:
         if self._encode_at == "workers":
             return None
         if self._encode_at == "encoders":
-            return least_loaded(item, queues, self._costs)
-        return choose_encoder(item, queues, router.mean_sequences, self._costs)
+            return least_loaded(queues_ms)
+        return choose_encoder(item, queues_ms, router.mean_sequences, self._costs)
 
     def _as_known(self, media: Media) -> Media:
         bytes_of_one = self._simulated.embedding_bytes

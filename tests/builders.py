@@ -6,10 +6,13 @@ The fixtures `clock` and `arena` of conftest.py are these; `checked_arena` is fo
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from medialane.arena import Arena, ArenaConfig
 
 MIB = 1 << 20
+
+A = TypeVar("A", bound=Arena)
 
 
 class Clock:
@@ -22,10 +25,17 @@ class Clock:
         return self.now
 
 
+def bytes_beside_payload(arena: Arena) -> int:
+    """What an entry without a description takes of an arena beside its payload."""
+    writing_bytes = arena.stats().writing_bytes
+    with arena.reserve(64):
+        return arena.stats().writing_bytes - writing_bytes - 64
+
+
 @contextmanager
-def checked_arena(size_bytes: int = 16 * MIB, **settings: object) -> Iterator[Arena]:
+def checked_arena(size_bytes: int = 16 * MIB, *, arena_type: type[A] = Arena, **settings: object) -> Iterator[A]:
     """A real arena. A test that leaves a lease or a reservation fails."""
-    arena = Arena.create(ArenaConfig(size_bytes=size_bytes, **settings))
+    arena = arena_type.create(ArenaConfig(size_bytes=size_bytes, **settings))
     yield arena
     gc.collect()  # a traceback references frames, which reference views and leases of the arena
     stats = arena.stats()

@@ -14,8 +14,10 @@ import gc
 import inspect
 import logging
 import os
+import socket
 import sys
 import traceback
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -56,6 +58,25 @@ def tiny_model() -> Path:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def become_another_user(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have this process take itself for one of another user, until the end of the test or `monkeypatch.undo`."""
+    return lambda: monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.fixture
+async def resolve_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have names of hosts resolve to these IPv4 addresses and ports, in a test's event loop."""
+
+    def resolve(*addresses: tuple[str, int]) -> None:
+        async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+        monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", getaddrinfo, raising=False)
+
+    return resolve
 
 
 @pytest.fixture

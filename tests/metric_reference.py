@@ -7,19 +7,27 @@ has its labels.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
-import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.gateway.models import up_page
-from medialane.observability import Metrics, StageTimeline
+from medialane.observability import (
+    Metrics,
+    StageTimeline,
+    exit_metrics,
+    prediction_metrics,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    up_metrics,
+    wait_metrics,
+)
 from medialane.runtime.phase import ProcessExits
 from medialane.types.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
 from medialane.types.stats import (
@@ -34,9 +42,8 @@ from medialane.types.stats import (
 from medialane.worker.metrics_server import WorkerStatus
 
 ROOT = Path(__file__).parents[1]
-PAGE, DEPLOY = ROOT / "docs" / "reference" / "metrics.md", ROOT / "deploy"
-_HEAD = "| name | type | labels | unit | what it is |\n|---|---|---|---|---|\n"
-_UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "0 to 1", "max": "seconds", "tokens": "tokens"}
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+_HEAD = "| name | what it is |\n|---|---|\n"
 
 
 def _store() -> StoreStats:
@@ -50,31 +57,31 @@ def _count_all(metrics: Metrics) -> None:
     timeline.add("decode", 1.0)
     timeline.num_hits = 1
     metrics.observe(timeline)
-    metrics.count_error("code")
-    metrics.count_refused("tenant", "code")
-    metrics.count_fallback("path", "code")
-    metrics.count_copied(["tcp"])
-    metrics.count_migration("code", "outcome")
-    metrics.count_worker_lost("w")
-    metrics.count_prompt(1, routed_cached=0, engine_cached=0)
-    metrics.count_media("image", is_cached=True)
-    metrics.count_embeddings("loaded")
-    metrics.count_encoder_request("encoded")
+    metrics.request_errors.labels("code").inc()
+    metrics.refused_requests.labels("tenant", "code").inc()
+    metrics.transfer_fallbacks.labels("path", "code").inc()
+    metrics.copied_requests.labels("tcp").inc()
+    metrics.migrations.labels("code", "outcome").inc()
+    metrics.worker_losses.labels("w").inc()
+    metrics.prompt_tokens.labels("all").inc()
+    metrics.media_items.labels("image", "cached").inc()
+    metrics.embeddings.labels("loaded").inc()
+    metrics.encoder_requests.labels("encoded").inc()
 
 
 def _watch_all(metrics: Metrics) -> None:
     card = ModelCard("m", 4096, 16, {})
     worker = Endpoint("w", "unix:/w", ready=True, load=WorkerLoad(), num_in_flight=0, card=card)
     routing = RoutingStats(0, 0, 0, 0, 0, 0, event_lag_s={"w": 1.0}, num_event_gaps={"w": 0})
-    metrics.watch_routing(lambda: routing)
-    metrics.watch_predictions(lambda: {"image": 1.0})
-    metrics.watch_queues(lambda: {"engine": QueueStats(0, 0.0, 0.0)})
-    metrics.watch_waits(lambda: WaitStats({"w": 0.0}, 0.0))
-    metrics.watch_store(_store)
-    metrics.watch_exits(lambda: {"store": ProcessExits(1)})
+    metrics.watch(lambda: routing_metrics(routing))
+    metrics.watch(lambda: prediction_metrics(["image"]))
+    metrics.watch(lambda: queue_metrics({"engine": QueueStats(0, 0.0, 0.0)}))
+    metrics.watch(lambda: wait_metrics(WaitStats({"w": 0.0}, 0.0)))
+    metrics.watch(lambda: store_metrics(_store()), of_host=True)
+    metrics.watch(lambda: exit_metrics({"store": ProcessExits(1)}), of_host=True)
     metrics.watch_workers(lambda: [worker])
     metrics.watch_memory(lambda: {"gateway": 1}, lambda: [({"worker": "w"}, {"engine": 1})])
-    metrics.watch_gateways(lambda: {"0": 1.0})
+    metrics.watch(lambda: up_metrics({"0": 1.0}), of_host=True)
 
 
 def _of_worker() -> list[Metric]:
@@ -105,41 +112,22 @@ def shown_name(metric: Metric) -> str:
     return f"{metric.name}_total" if metric.type == "counter" else metric.name
 
 
-def _unit(metric: Metric) -> str:
-    words = metric.name.split("_")
-    return next((_UNITS[word] for word in reversed(words) if word in _UNITS), "number")
-
-
 def _row(metric: Metric) -> str:
-    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
-    shown = ", ".join(f"`{label}`" for label in labels)
-    cells = (f"`{shown_name(metric)}`", metric.type, shown, _unit(metric), metric.documentation.replace("|", "\\|"))
-    return f"| {' | '.join(cells)} |\n"
+    """Name and labels as in PromQL; the unit is the name's suffix, and a type that it does not tell is named."""
+    labels = ",".join(dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le"))
+    shown = f"{shown_name(metric)}{{{labels}}}" if labels else shown_name(metric)
+    text = metric.documentation.replace("|", "\\|")
+    return f"| `{shown}` | {text}{' (histogram)' if metric.type == 'histogram' else ''} |\n"
 
 
 def _table(found: Iterable[Metric]) -> str:
     return _HEAD + "".join(_row(metric) for metric in sorted(found, key=lambda each: each.name))
 
 
-def _conditional() -> str:
-    """What has no data at first, by what it needs: panels and alerts."""
-    needs: dict[str, list[str]] = {}
-    for path in sorted((DEPLOY / "grafana").glob("*.json")):
-        for panel in json.loads(path.read_text())["panels"]:
-            if found := re.search(r"No data until (.+)\.\n\n", panel.get("description", "")):
-                needs.setdefault(found[1], []).append(f"{panel['title']} ({path.stem})")
-    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]:
-        for rule in group["rules"]:
-            if "until" in rule["annotations"]:
-                needs.setdefault(rule["annotations"]["until"], []).append(f"`{rule['alert']}`")
-    rows = "".join(f"| {need} | {', '.join(what)} |\n" for need, what in needs.items())
-    return f"| until | panels and alerts without data |\n|---|---|\n{rows}"
-
-
 def with_tables(page: str) -> str:
     """The page with the tables of the code between its marks."""
     tables = {name: _table(found) for name, found in families().items()}
-    for name, table in {**tables, "conditional": _conditional()}.items():
+    for name, table in tables.items():
         begin, end = f"<!-- {name}: tests/metric_reference.py -->\n", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         page, number = pattern.subn((begin + table + end).replace("\\", r"\\"), page)

@@ -5,7 +5,7 @@ from argparse import Namespace
 from vllm.config import ModelConfig
 from vllm.renderers import BaseRenderer, renderer_from_config
 
-from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
+from medialane.vllm_bridge.seams.arguments import create_frontend_config, create_model_config, parse_vllm_args
 
 
 def vllm_args(model: object, flags: list[str]) -> Namespace:

@@ -36,9 +36,13 @@ def with_keys(keys):
     return lambda route_of: Middleware(AccessMiddleware, keys=keys, route_of=route_of)
 
 
+def _collectors():
+    return REGISTRY._names_to_collectors  # prometheus_client has no other list of what can be unregistered
+
+
 def forget_http_metrics():
     """Those of an earlier app of this process, which would stay the only one to be counted."""
-    found = {metric for name, metric in REGISTRY._names_to_collectors.items() if name.startswith("http_")}
+    found = {metric for name, metric in _collectors().items() if name.startswith("http_")}
     for metric in found:
         REGISTRY.unregister(metric)
 
@@ -62,8 +66,10 @@ class Server:
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
             access=with_keys(AccessKeys.load(GatewayConfig(), server.frontend.api_keys)),
             inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
-            pages={"/medialane/decisions": server.backend.page},
-            actions={"POST /medialane/publish": server.backend.publish_images},
+            actions={
+                "POST /medialane/publish": server.backend.publish_images,
+                "GET /medialane/decisions": server.backend.page,
+            },
             tasks=tasks,
             fairness=server.fairness,
             **options,

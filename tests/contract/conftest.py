@@ -84,6 +84,18 @@ def family_renderer():
         renderer.shutdown()
 
 
+@pytest.fixture
+def vllms_condition(monkeypatch):
+    """vLLM's own class of message queues, in whose place our plugin puts one in this process, until the test ends."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    from medialane.vllm_bridge.seams.cpu import Spinning
+
+    original = Spinning.__mro__[1]
+    monkeypatch.setattr(shm_broadcast, original.__name__, original)
+    return original
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def session_server(tiny_model):
     from app_server import Server

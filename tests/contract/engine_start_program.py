@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from medialane.runtime.linux import reserve_title
+from medialane.runtime.linux import exit_at_once, reserve_title
 from medialane.vllm_bridge.engine.engine import build_engine
-from medialane.vllm_bridge.engine.engine_cpu import CpuExecutor
-from medialane.vllm_bridge.warm import warm_imports
+from medialane.vllm_bridge.engine.plugin import warm_imports
+from medialane.vllm_bridge.seams.cpu import CpuExecutor
 
 FLAGS = [
     "--max-model-len=2048",
@@ -107,5 +107,4 @@ if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         result = main(*sys.argv[1:])
     sys.stdout.write("\n" + json.dumps(result))  # after what EngineCore has logged
-    sys.stdout.flush()
-    os._exit(0)
+    exit_at_once(0)

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import msgspec
 import numpy as np
 
-from medialane.gateway import current_scope
-from medialane.gateway.request.store_features import wave_bytes
+from medialane.gateway import current_scope, wave_bytes
 from medialane.types.errors import InvalidRequest, NoWorkerReady, PromptRejected, UnknownMediaUuid
 from medialane.types.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.media import MediaRef, MediaSize
@@ -158,7 +157,7 @@ class FakeBackend(FakePromptMedia, FakeReferences, FakeGeneration):
     def sending(self, num_bytes):
         return nullcontext()
 
-    def page(self, query):
+    async def page(self, query):
         """A medialane endpoint, as `Frontend.app` expects it."""
         if "limit" not in query:
             raise InvalidRequest("limit must be a whole number from 1", param="limit")

@@ -63,7 +63,7 @@ def expanded(maker, *parts):
     features = tuple(MediaPayload("image", k, i.header, (), i.size) for k, i in zip(keys, items, strict=True))
     assembled = maker.assembler.assemble(token_ids, features, b"{}")
     handed = [
-        MediaPayload("image", key, item.header, maker._inline(item, key), item.size, place)
+        MediaPayload("image", key, item.header, maker.by_value(item, key), item.size, place)
         for key, item, place in zip(keys, items, assembled.placeholders, strict=True)
     ]
     return ExpandedPrompt(assembled.token_ids, tuple(handed))

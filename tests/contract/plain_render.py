@@ -50,7 +50,8 @@ class PlainRender:
 
 class PreparingBackend(FakeBackend):
     """Prepares items of data as a store does, and expands prompts. With `predicts`, `describe` returns no tensors, as
-    for items that nobody has processed; `num_prepared` counts those that were."""
+    for items that nobody has processed; `num_prepared` counts those that were. With `is_unexpanded`, only a worker can
+    place the items of a prompt."""
 
     def __init__(self, frontend):
         super().__init__(image_token=0)
@@ -60,13 +61,21 @@ class PreparingBackend(FakeBackend):
         self._assembler = profile.assembler(max_tokens=frontend.config.model_config.max_model_len)
         self._tensors = {}
         self.predicts, self.num_prepared = True, 0
+        self.is_unexpanded = False
         self.referred = []
 
     async def prepare(self, prompt, *, with_tensors=False):
         self.num_prepared += len(prompt.items)
+        if self.is_unexpanded:
+            return self._unexpanded(prompt)
         return self._placed(prompt, [self._feature(ref, prompt.options) for ref in prompt.items])
 
+    def _unexpanded(self, prompt):
+        return PreparedPrompt(prompt.token_ids, (), ("0" * 64,), prompt, None)
+
     async def describe(self, prompt):
+        if self.is_unexpanded:
+            return self._unexpanded(prompt)
         features = [self._feature(ref, prompt.options) for ref in prompt.items]
         if self.predicts:
             features = [msgspec.structs.replace(feature, tensors=()) for feature in features]

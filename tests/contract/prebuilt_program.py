@@ -15,6 +15,7 @@ import sys
 from app_server import BASE64, DATA_URL, KEY, Server, image
 
 from medialane.gateway.intake import warm_up
+from medialane.runtime.linux import exit_at_once
 from medialane.vllm_bridge.frontend import CONNECTOR, prebuilt
 
 FLAGS = ["--max-model-len=8192", "--enforce-eager", '--limit-mm-per-prompt={"image":8,"video":1}', "--enable-mm-embeds"]
@@ -76,7 +77,7 @@ def answers_of_fork(model, flags, tasks):
         result = asyncio.run(answers(model, flags, tasks))
         with open(writer, "w") as pipe:
             json.dump({"answers": result, "has_built": bool(built)}, pipe)
-        os._exit(0)
+        exit_at_once(0)
     os.close(writer)
     with open(reader) as pipe:
         return json.load(pipe)
@@ -99,5 +100,4 @@ if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):
         result = main(sys.argv[1])
     json.dump(result, sys.stdout)
-    sys.stdout.flush()
-    os._exit(0)
+    exit_at_once(0)

@@ -21,6 +21,7 @@ from medialane.prepare import (
     fork_forkserver,
     prebuild_processor,
 )
+from medialane.runtime.linux import exit_at_once
 from medialane.testing.sample_media import sample_jpeg, sample_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 from medialane.types.hashing import content_hash
@@ -80,8 +81,7 @@ def main(model):
         results.append(asyncio.run(made_by(config, arena)))
         arena.close()
     sys.stdout.write(f"\n{json.dumps(results)}\n")
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's libraries complain when the interpreter ends
+    exit_at_once(0)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class PromptMaker:
 
     def inline(self, *arrays, options=b"{}"):
         """A prompt with the features of these pixels by value."""
-        return self._expanded(arrays, options, self._inline)
+        return self._expanded(arrays, options, self.by_value)
 
     def in_arena(self, arena, *arrays):
         """A prompt with descriptors, and the leases that pin its entries."""
@@ -73,7 +73,7 @@ class PromptMaker:
         return ExpandedPrompt(assembled.token_ids, tuple(handed), options)
 
     @staticmethod
-    def _inline(item, _key):
+    def by_value(item, _key):
         return tuple(InlineTensor(s, bytes(b)) for s, b in zip(item.specs, item.buffers, strict=True))
 
 

@@ -11,7 +11,7 @@ from tiny_families import FAMILIES
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from medialane.gateway.request.store_features import wave_bytes
+from medialane.gateway import wave_bytes
 from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
@@ -125,14 +125,14 @@ def test_answer_is_limited_by_the_decoders_prompt(by_vllm):
     assert params.max_tokens == 448 - len(by_vllm["decoder_prompt"]["prompt_token_ids"])
 
 
-def test_placeholder_beyond_the_encoders_prompt_is_refused(renderer, reader, processed, decoder):
+async def test_placeholder_beyond_the_encoders_prompt_is_refused(renderer, reader, processed, decoder):
     prompt = features_prompt(renderer, processed, decoder)
     (feature,) = prompt.features
     longer = PlaceholderRange(0, feature.placeholder.length + 1)
     bad = MediaPayload("audio", MM_HASH, feature.header, feature.tensors, feature.size, longer)
     request = EngineRequest("r", prompt.with_media([bad]), b"")
     with pytest.raises(Exception, match="a placeholder ends at"):
-        reader._with_features(request, request.prompt, [processed.buffers], [False])
+        await reader.engine_input(request, [processed.buffers], [])
 
 
 @pytest.mark.parametrize(("flags", "fits"), [((), True), (("--enable-prefix-caching",), False)])

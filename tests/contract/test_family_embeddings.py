@@ -208,7 +208,7 @@ def model_without_weights(model_config):
 
 
 async def test_form_of_embeddings_that_the_model_accepts_is_found(case):
-    ((found,),) = await case.engine._ask("medialane_try_embeds", timeout_s=60)
+    ((found,),) = await case.engine._ask("medialane_try_embeds", timeout_s=60)  # of a worker's start only
     accepted = (found["fields"], found["width"])
     assert accepted == CLIENT_EMBEDS.get(case.halves.family.name, accepted)
     assert bool(found["fault"]) == (not found["fields"]) == (not found["width"])

@@ -7,6 +7,7 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.parse import MultiModalDataItems, VisionChunkProcessorItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm_hashes import vllm_hashes
 
 from audio_maker import by_libsndfile, tones
 from medialane.media import MediaConfig, decode, sniff
@@ -14,7 +15,8 @@ from medialane.testing.sample_media import sample_jpeg
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import DecodedItem, EncodedItem
 from medialane.types.media import MediaRef
-from medialane.vllm_bridge.items import VllmFrameSampler, VllmMediaHasher
+from medialane.vllm_bridge.frontend.render import VllmMediaHasher
+from medialane.vllm_bridge.items import VllmFrameSampler
 from medialane.vllm_bridge.seams.multimodal import processor_of, video_backend
 from medialane.vllm_bridge.seams.vision_chunk import takes_chunks
 from video_clips import clip
@@ -51,7 +53,7 @@ def by_vllm(processor, modality, item):
         items = MultiModalDataItems({"vision_chunk": VisionChunkProcessorItems([chunk])})
     else:
         items = processor.info.parse_mm_data({modality: [item]})
-    ((hashed,),) = processor._get_mm_hashes(ProcessorInputs([], items)).values()
+    ((hashed,),) = vllm_hashes(processor, ProcessorInputs([], items)).values()
     return hashed
 
 

@@ -21,19 +21,33 @@ def frontend(unfit):
             modality: "url" if reason == "none accepted" else "decoded" for modality, reason in unfit.items()
         },
     )
-    return SimpleNamespace(profile=profile, check_media_options=lambda: None)
+    model_config = SimpleNamespace(multimodal_config=SimpleNamespace(media_io_kwargs={}))
+    return SimpleNamespace(profile=profile, config=SimpleNamespace(model_config=model_config))
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record)
 
 
 @pytest.fixture
-def logged(monkeypatch):
+def logged():
     """What the gateway logs, whatever has configured this process's logging before (vLLM does, and so do commands)."""
-    records = []
-    logger = logging.getLogger("medialane.cli.gateway")
-    for name, value in (("propagate", False), ("disabled", False), ("level", logging.INFO), ("handlers", [])):
-        monkeypatch.setattr(logger, name, value)
-    logger.addHandler(handler := logging.Handler())
-    monkeypatch.setattr(handler, "emit", records.append)
-    return records
+    logger, handler = logging.getLogger("medialane.cli.gateway"), Records()
+    level, disabled = logger.level, logger.disabled
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.disabled = False
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    logger.disabled = disabled
 
 
 def test_fit_model_keeps_the_stage(logged):

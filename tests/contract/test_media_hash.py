@@ -11,6 +11,7 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.parse import MultiModalDataItems, VisionChunkProcessorItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm_hashes import vllm_hashes
 
 from audio_maker import by_libsndfile, tones
 from decoded_media import decode_video
@@ -18,8 +19,9 @@ from medialane.media import MediaConfig, decode, sniff_image
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import DecodedItem, EncodedItem
 from medialane.types.media import Alias, FrameBatch, MediaRef, MediaSize
-from medialane.vllm_bridge.items import HashFactors, VllmFrameSampler, VllmMediaHasher
-from medialane.vllm_bridge.seams.multimodal import processor_of
+from medialane.vllm_bridge.frontend.render import HashFactors, VllmMediaHasher
+from medialane.vllm_bridge.items import VllmFrameSampler
+from medialane.vllm_bridge.seams.multimodal import processor_of, video_backend
 from video_clips import clip, jpegs
 
 pytestmark = [
@@ -130,7 +132,7 @@ def hasher(processor):
 def by_vllm(processor, modality, loaded, factors=NO_FACTORS, uuid=None):
     items = processor.info.parse_mm_data({modality: [loaded]})
     inputs = ProcessorInputs([], items, {modality: [uuid]}, factors.options, factors.io)
-    return processor._get_mm_hashes(inputs)[modality][0]
+    return vllm_hashes(processor, inputs)[modality][0]
 
 
 def ours(hasher, item, factors=NO_FACTORS):
@@ -193,7 +195,7 @@ def sampled(processor, data, io):
 
 
 def loaded_video(processor, data, io):
-    backend = VllmFrameSampler(processor.info.ctx.model_config)._backend
+    backend = video_backend(processor.info.ctx.model_config)
     reader = VideoMediaIO(ImageMediaIO(), **({"video_backend": backend} if backend else {}), **io)
     return reader.load_base64("video/jpeg", data.decode()) if data[:4] == b"/9j/" else reader.load_bytes(data)
 
@@ -252,7 +254,7 @@ def test_image_of_a_vision_chunk_is_hashed_by_its_pixels(family_renderer):
     media = decode(memoryview(data), "image", media_type="image/jpeg", io=b"{}", config=CONFIG, sampler=None)
     chunk = {"type": "image", "image": ImageMediaIO().load_bytes(data).media, "uuid": None}
     items = MultiModalDataItems({"vision_chunk": VisionChunkProcessorItems([chunk])})
-    (expected,) = processor._get_mm_hashes(ProcessorInputs([], items))["vision_chunk"]
+    (expected,) = vllm_hashes(processor, ProcessorInputs([], items))["vision_chunk"]
     assert ours(hasher, DecodedItem(item.ref, data, media)) == expected
 
 

@@ -5,7 +5,6 @@ Each is served in stage `features`, or that stage is given up at start for a rea
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -32,8 +31,8 @@ from medialane.vllm_bridge.items import (
 from medialane.vllm_bridge.items.features import INLINE_BYTES
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.learned.assembler import placeholder_ranges
+from medialane.vllm_bridge.learned.item_shape import trial_image
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
-from medialane.vllm_bridge.learned.trial_items import trial_image
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 IMAGE = "<|image_pad|>"
@@ -57,6 +56,10 @@ class Plain(BaseMultiModalProcessor):
         return [images.get_image_size(n) for n in range(images.get_count())]
 
     def _apply_hf_processor_main(self, mm_items, hf_kwargs):
+        return self.processed(mm_items, hf_kwargs)
+
+    def processed(self, mm_items, hf_kwargs):
+        """What Hugging Face's processor returns for all images."""
         made = [self.fields(size.width, size.height, hf_kwargs) for size in self.sizes(mm_items)]
         return BatchFeature({name: [one[name] for one in made if name in one] for one in made for name in one})
 
@@ -76,8 +79,8 @@ class Plain(BaseMultiModalProcessor):
 class OptionalField(Plain):
     """A field of requests with a wide image."""
 
-    def _apply_hf_processor_main(self, mm_items, hf_kwargs):
-        data, sizes = super()._apply_hf_processor_main(mm_items, hf_kwargs), self.sizes(mm_items)
+    def processed(self, mm_items, hf_kwargs):
+        data, sizes = super().processed(mm_items, hf_kwargs), self.sizes(mm_items)
         is_wide = any(size.width > 500 for size in sizes)
         return BatchFeature({**data, **({"wide": [torch.ones(4)] * len(sizes)} if is_wide else {})})
 
@@ -135,8 +138,8 @@ class FlatByMask(CountedByMask):
     def fields(self, width, height, kwargs):
         return super().fields(width, height, kwargs) | {"rows": torch.ones(width // 32, 4)}
 
-    def _apply_hf_processor_main(self, mm_items, hf_kwargs):
-        data = super()._apply_hf_processor_main(mm_items, hf_kwargs)
+    def processed(self, mm_items, hf_kwargs):
+        data = super().processed(mm_items, hf_kwargs)
         return BatchFeature({**data, "rows": torch.cat(data["rows"]), "mask": torch.stack(data["mask"])})
 
     def _get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs):
@@ -206,8 +209,8 @@ class UnknownValue(Plain):
 
 
 class TwoItems(Plain):
-    def _apply_hf_processor_main(self, mm_items, hf_kwargs):
-        data = super()._apply_hf_processor_main(mm_items, hf_kwargs)
+    def processed(self, mm_items, hf_kwargs):
+        data = super().processed(mm_items, hf_kwargs)
         return BatchFeature({name: [value for value in values for _ in range(2)] for name, values in data.items()})
 
 
@@ -224,8 +227,8 @@ class CountedByPixels(Plain):
 class CountedTogether(Plain):
     """The number of tokens is a field that depends on the request's other images."""
 
-    def _apply_hf_processor_main(self, mm_items, hf_kwargs):
-        data = super()._apply_hf_processor_main(mm_items, hf_kwargs)
+    def processed(self, mm_items, hf_kwargs):
+        data = super().processed(mm_items, hf_kwargs)
         widest = max(size.width for size in self.sizes(mm_items))
         return BatchFeature({**data, "tokens": [torch.tensor(widest // 32) for _ in data["pixels"]]})
 
@@ -328,14 +331,15 @@ def test_whole_numbers_are_those_without_options(made):
 def test_only_the_modality_that_is_unfit_is_given_up(renderer):
     """The tiny model's, whose videos its processor refuses to process in this test."""
 
-    def run(mm_items, hf_kwargs):
-        if "video" in mm_items:
-            raise NotImplementedError("no video today")
-        return type(processor)._apply_hf_processor_main(processor, mm_items, hf_kwargs)
+    found = renderer.get_mm_processor()
 
-    processor = copy.copy(renderer.get_mm_processor())
-    processor._apply_hf_processor_main = run
-    profile = ModelProfile(processor)
+    class WithoutVideo(type(found)):
+        def _apply_hf_processor_main(self, mm_items, hf_kwargs):
+            if "video" in mm_items:
+                raise NotImplementedError("no video today")
+            return super()._apply_hf_processor_main(mm_items, hf_kwargs)  # vLLM's own, which is overridden
+
+    profile = ModelProfile(WithoutVideo(found.info, found.dummy_inputs))
     assert profile.unfit == {"video": "no video of a trial can be processed separately: no video today"}
     assert profile.checker  # of a worker
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from file_less_processors import without_files
 from tiny_families import FAMILIES, family_params
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
@@ -74,13 +75,8 @@ def test_min_pixels_above_max_pixels_is_rejected(item, most):
     assert raised.value.param == f"{PARAM}.min_pixels"
 
 
-def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkeypatch):
+def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model):
     """vLLM's own processor of the family never loads one: the model has no files for it."""
     config = model_config(tiny_model, "--max-model-len=8192")
-    processor = MULTIMODAL_REGISTRY.create_processor(config)
-
-    def no_files(**_):
-        raise OSError("there is no processor_config.json")
-
-    monkeypatch.setattr(processor.info, "get_hf_processor", no_files)
+    processor = without_files(MULTIMODAL_REGISTRY.create_processor(config))
     assert ModelProfile(processor).max_pixels == {}

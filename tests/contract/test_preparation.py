@@ -18,8 +18,8 @@ from medialane.vllm_bridge.frontend import Frontend
 from medialane.vllm_bridge.items import VllmProcessor, decode_item, encode_item
 from medialane.vllm_bridge.items.header_values import stand_in
 from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.item_shape import trial_video
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor, build_processor
-from medialane.vllm_bridge.learned.trial_items import trial_video
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 

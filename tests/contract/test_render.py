@@ -17,7 +17,6 @@ from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwa
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from medialane.testing.sample_media import sample_jpeg
-from medialane.types.feature import PreparedPrompt
 from medialane.vllm_bridge.frontend import CONNECTOR
 from medialane.vllm_bridge.frontend.render import RenderAnswer
 from medialane.vllm_bridge.seams.scale_out import encoded_item
@@ -295,16 +294,15 @@ async def test_unknown_payload_is_refused(ours):
     assert "mm_payload" in response.text
 
 
-async def test_item_that_only_a_worker_can_place_is_refused(ours, monkeypatch):
-    async def unexpanded(prompt, **_options):
-        return PreparedPrompt(prompt.token_ids, (), ("0" * 64,), prompt, None)
-
-    for call in ("prepare", "describe"):
-        monkeypatch.setattr(ours.backend, call, unexpanded)
-    for payload in ("tensors", "none"):
-        path, body = body_of(ours, "one image", mm_payload=payload)
-        response = await ours.client.post(path, json=body)
-        assert response.json()["error"]["code"] == "feature_unsupported"
+async def test_item_that_only_a_worker_can_place_is_refused(ours):
+    ours.backend.is_unexpanded = True
+    try:
+        for payload in ("tensors", "none"):
+            path, body = body_of(ours, "one image", mm_payload=payload)
+            response = await ours.client.post(path, json=body)
+            assert response.json()["error"]["code"] == "feature_unsupported"
+    finally:
+        ours.backend.is_unexpanded = False
 
 
 async def test_openapi_document_has_the_endpoints_and_payloads(ours):

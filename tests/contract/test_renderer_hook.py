@@ -70,7 +70,7 @@ async def test_short_prompts_are_rendered_without_the_renderers_thread(server, m
             return super().submit(*args, **kwargs)
 
     with Recorded() as pool:
-        monkeypatch.setattr(server.frontend.renderer._executor, "_inner", pool)
+        monkeypatch.setattr(server.frontend.renderer._executor, "_inner", pool)  # vLLM's thread: it has no other door
         response = await server.chat({"type": "text", "text": "word " * num_words})
     assert response.status_code == 200, response.text
     assert bool(calls) == in_thread
@@ -319,11 +319,16 @@ async def test_unknown_image_uuid_error_names_the_uuid(server):
     assert (error["code"], error["param"]) == ("unknown_media_uuid", "messages[0].content[1].image_url")
 
 
+async def processed(server, *prompt):
+    """As vLLM's renderer has a prompt's media processed: no request of a client reaches it with these."""
+    return await server.frontend.renderer._process_multimodal_async(*prompt)  # vLLM's own, which our hook replaces
+
+
 @pytest.mark.parametrize("uuids", [{}, {"audio": [None]}, {"audio": [""]}], ids=repr)
 async def test_item_without_content_or_uuid_is_empty(server, uuids):
     """As vLLM's app passes an `input_audio` with empty data."""
     with open_scope(), pytest.raises(EmptyMedia):
-        await server.frontend.renderer._process_multimodal_async([1], {"audio": [None]}, uuids)
+        await processed(server, [1], {"audio": [None]}, uuids)
     assert server.backend.prompts == []
 
 
@@ -653,7 +658,7 @@ async def test_item_that_a_prompt_repeats_is_refused(server):
     """No request of a client has this effect: references are unknown to it."""
     ref = MediaRef("image", "messages[0].content[0]", data=DATA)
     with open_scope(), pytest.raises(TooManyMediaItems):
-        await server.frontend.renderer._process_multimodal_async([1, 2], {"image": [ref, ref]})
+        await processed(server, [1, 2], {"image": [ref, ref]})
 
 
 @pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url"])

@@ -6,17 +6,20 @@ import json
 import msgspec
 import pytest
 import torch
+from file_less_processors import without_files
 from prompt_maker import PromptMaker, bytes_of, pixels
 from safetensors.torch import load
 from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
 
 from medialane.types.errors import InvalidFeature
 from medialane.types.feature import Feature, PlaceholderRange
-from medialane.vllm_bridge.frontend.feature_files import safetensors_of
+from medialane.vllm_bridge.frontend.client_features import safetensors_of
 from medialane.vllm_bridge.items import decode_item
 from medialane.vllm_bridge.learned import ModelProfile, TensorsReader, normalization_of
 from medialane.vllm_bridge.learned.sent_tensors import MAX_FIELDS
+from vllm_configs import model_config
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +197,7 @@ def test_pixels_that_the_engine_normalises_are_said_to_be_raw(profile):
     assert described["rescale_factor"] == pytest.approx(1 / 255)
 
 
-def test_family_without_a_hugging_face_processor_says_nothing_of_normalisation(monkeypatch, profile):
-    def fail():
-        raise OSError("no such file")
-
-    monkeypatch.setattr(profile.processor.info.ctx.model_config.multimodal_config, "mm_device_do_normalize", False)
-    monkeypatch.setattr(profile.processor.info, "get_hf_processor", fail)
-    assert normalization_of(profile.processor, "video") == {"normalized": False}
+def test_family_without_a_hugging_face_processor_says_nothing_of_normalisation(tiny_model):
+    config = model_config(tiny_model, "--max-model-len=8192", "--no-mm-device-do-normalize")
+    processor = without_files(MULTIMODAL_REGISTRY.create_processor(config))
+    assert normalization_of(processor, "video") == {"normalized": False}

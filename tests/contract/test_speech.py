@@ -11,7 +11,7 @@ from tiny_families import FAMILIES
 from vllm import envs
 from vllm.multimodal.audio import split_audio
 
-from medialane.gateway.request.store_features import wave_bytes
+from medialane.gateway import wave_bytes
 from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
 

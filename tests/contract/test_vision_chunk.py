@@ -96,7 +96,8 @@ async def test_references_pass_through_vllms_chunks(hook):
         [(ChunkSource(source), "a uuid"), (ChunkSource(other), None)], None, ["image"] * 2
     )
     assert hook.takes_chunks
-    found = await hook._references({"vision_chunk": chunks}, {"vision_chunk": ["a uuid"]}, None)
+    uuids = {"vision_chunk": ["a uuid"]}
+    found = await hook._references({"vision_chunk": chunks}, uuids, None)  # before anything is prepared
     assert found == (source, other)
 
 

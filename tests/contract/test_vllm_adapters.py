@@ -1,7 +1,9 @@
 """LoRA adapters of a real engine whose files are replaced. The engine keeps one, and reads others again."""
 
 import asyncio
+import tempfile
 from contextlib import aclosing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -25,8 +27,9 @@ def lora_bytes(lora):
 
 
 class Engine:
-    def __init__(self, engine, text):
-        self.engine, self._text = engine, text
+    def __init__(self, engine, text, folder):
+        """`folder` is that of the engine's own folder."""
+        self.engine, self._text, self._folder = engine, text, folder
         self._num_requests = 0
 
     async def load(self, path, name="sql"):
@@ -47,7 +50,7 @@ class Engine:
         return ids, found[0].num_cached_tokens
 
     def copies(self):
-        return list(self.engine._folder.path.glob("adapter-*"))
+        return list(self._folder.glob("*/adapter-*"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,14 +58,17 @@ async def engine(tiny_model, renderer):
     from medialane.vllm_bridge.engine.engine import build_engine
 
     args = [arg for arg in VLLM_ARGS if not arg.startswith("--mm-processor-cache")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        engine = build_engine(str(tiny_model), [*args, "--dtype=float32", *FLAGS])
-    await engine.learn_encoder()
-    tokenizer = PromptMaker(renderer).tokenizer
-    yield Engine(engine, ExpandedPrompt(tokenizer.encode("<|im_start|>user\n" + "hello there " * 100 + "<|im_end|>\n")))
-    await engine.close()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as those of sockets must be
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+            patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+            patch.setenv("VLLM_RPC_BASE_PATH", folder)
+            engine = build_engine(str(tiny_model), [*args, "--dtype=float32", *FLAGS])
+        await engine.learn_encoder()
+        tokenizer = PromptMaker(renderer).tokenizer
+        text = tokenizer.encode("<|im_start|>user\n" + "hello there " * 100 + "<|im_end|>\n")
+        yield Engine(engine, ExpandedPrompt(text), Path(folder))
+        await engine.close()
 
 
 async def test_weights_that_replaced_others_at_their_path_answer_after_a_load(engine, tmp_path):

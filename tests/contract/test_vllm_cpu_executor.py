@@ -1,4 +1,4 @@
-"""What `vllm_bridge.engine.engine_cpu` leans on: vLLM accepts an executor by its qualified name, keeps it on a CPU, and
+"""What `vllm_bridge.seams.cpu` leans on: vLLM accepts an executor by its qualified name, keeps it on a CPU, and
 offers the cores that it would bind its own process to."""
 
 import os
@@ -10,8 +10,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from medialane.vllm_bridge.engine import engine_cpu
 from medialane.vllm_bridge.engine.engine_options import engine_args
+from medialane.vllm_bridge.seams import cpu
 
 pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM does so itself"),
@@ -25,7 +25,7 @@ def executor(model, *flags):
 
 
 def test_single_process_runs_the_model_if_possible(tiny_model):
-    assert executor(tiny_model) is engine_cpu.CpuExecutor
+    assert executor(tiny_model) is cpu.CpuExecutor
 
 
 def test_executor_set_by_the_user_is_kept(tiny_model):
@@ -37,29 +37,40 @@ def test_multiple_ranks_use_vllms_executor(tiny_model):
 
 
 @pytest.fixture
-def threads(monkeypatch):
-    """The executor's calls to torch and the kernel."""
-    asked = {}
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: asked.update(number=number))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.update(pid=pid, cores=cores))
-    return asked
+def cores():
+    """Two cores of this machine. The thread runs on the first one, and as before afterwards, as torch's threads do."""
+    allowed, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    if len(allowed) < 2:
+        pytest.skip("this machine has one core")
+    found = sorted(allowed)[:2]
+    os.sched_setaffinity(0, found[:1])
+    yield found
+    os.sched_setaffinity(0, allowed)
+    torch.set_num_threads(num_threads)
 
 
-def test_cpu_affinity_equals_vllms(tiny_model, threads, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "3-5")
-    monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)
-    config = engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config()
-    engine_cpu.CpuExecutor(config)
-    assert threads == {"number": 3, "pid": 0, "cores": [3, 4, 5]}
+@pytest.fixture
+def make_executor(tiny_model, monkeypatch):
+    """Makes the executor of a model that is not loaded."""
+    monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)  # vLLM's: it loads the model
+    args = engine_args(str(tiny_model), ["--max-model-len=512"])
+    return lambda: cpu.CpuExecutor(args.create_engine_config())
 
 
-def test_single_thread_may_run_on_every_core(threads):
-    engine_cpu.set_threads([[1]])
-    assert threads == {"number": 1}
+def test_cpu_affinity_equals_vllms(make_executor, cores, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    make_executor()
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (2, set(cores))
 
 
-def test_affinity_is_unchanged_if_binding_is_disabled(tiny_model, threads, monkeypatch):
+def test_single_thread_may_run_on_every_core(cores):
+    torch.set_num_threads(2)
+    cpu.set_threads([cores[1:]])
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (1, {cores[0]})
+
+
+def test_affinity_is_unchanged_if_binding_is_disabled(make_executor, cores, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)
-    engine_cpu.CpuExecutor(engine_args(str(tiny_model), ["--max-model-len=512"]).create_engine_config())
-    assert threads == {}
+    torch.set_num_threads(2)
+    make_executor()
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (2, {cores[0]})

@@ -1,4 +1,4 @@
-"""The private seam that `vllm_bridge.cpu_waiting` leans on: message queues create their reader's `SpinCondition` by its
+"""The private seam that `vllm_bridge.seams.cpu` leans on: message queues create their reader's `SpinCondition` by its
 name in `shm_broadcast`, and call it to wait between two polls."""
 
 import os
@@ -8,18 +8,10 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-from medialane.vllm_bridge.engine import engine_cpu as cpu_waiting
 from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
+from medialane.vllm_bridge.seams import cpu as cpu_waiting
 
 cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
-
-
-@pytest.fixture
-def vllms_condition(monkeypatch):
-    """The class of that name, restored after the test."""
-    original = cpu_waiting._Spinning.__mro__[1]
-    monkeypatch.setattr(shm_broadcast, "SpinCondition", original)
-    return original
 
 
 @pytest.fixture
@@ -31,13 +23,17 @@ def queue(vllms_condition):
     return reader, writer
 
 
+def condition_of(reader):
+    return reader._spin_condition  # vLLM's own: a reader has no other door to when it last read, and to its wait
+
+
 @cpu_only
 def test_plugin_replaces_the_condition_of_message_queues(vllms_condition):
     folder = PrivateFolder()
     folder.enter()
     register()
     folder.remove()
-    assert shm_broadcast.SpinCondition is cpu_waiting._Spinning
+    assert shm_broadcast.SpinCondition is cpu_waiting.Spinning
 
 
 def test_gpu_host_keeps_vllms_condition(vllms_condition, monkeypatch):
@@ -52,9 +48,9 @@ def test_reader_alternates_spinning_and_sleeping_during_a_step(queue, monkeypatc
     calls = []
     monkeypatch.setattr(os, "sched_yield", lambda: calls.append("yield"))
     monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(("sleep", seconds)))
-    reader._spin_condition.last_read = time.monotonic() + 60  # as if it had just read
+    condition_of(reader).last_read = time.monotonic() + 60  # as if it had just read
     for _ in range(2 * cpu_waiting.LOOKS_PER_SLEEP):
-        reader._spin_condition.wait()
+        condition_of(reader).wait()
     assert calls.count(("sleep", 0)) == 2
     assert calls.count("yield") == 2 * cpu_waiting.LOOKS_PER_SLEEP - 2
 
@@ -62,7 +58,7 @@ def test_reader_alternates_spinning_and_sleeping_during_a_step(queue, monkeypatc
 @cpu_only
 def test_idle_reader_uses_no_cpu_time(queue):
     reader, _ = queue
-    reader._spin_condition.record_read()
+    condition_of(reader).record_read()
     before = time.process_time()
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0.5)
@@ -72,6 +68,6 @@ def test_idle_reader_uses_no_cpu_time(queue):
 @cpu_only
 def test_idle_reader_is_woken_by_a_message(queue):
     reader, writer = queue
-    reader._spin_condition.last_read = 0
+    condition_of(reader).last_read = 0
     writer.enqueue(["a step"])
     assert reader.dequeue(timeout=5) == ["a step"]

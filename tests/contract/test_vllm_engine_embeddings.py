@@ -180,7 +180,7 @@ async def test_embeddings_take_no_noticeable_time_of_a_step(vllm_engine, maker, 
     await asyncio.gather(*map(answer, repeat(vllm_engine), prompts, uses))
     await host.forget()
     known = [without_tensors(prompt, 0) for prompt in prompts]
-    filled = [[use._replace(is_filled=True)] for (use,) in uses]
+    filled = [[EmbeddingUse(use.tensor, is_filled=True)] for (use,) in uses]
     await asyncio.gather(*map(answer, repeat(vllm_engine), known, filled))
     assert await since(vllm_engine, before) == EmbeddingCounts(NUM_AT_ONCE, NUM_AT_ONCE, NUM_AT_ONCE)
     assert 0 < vllm_engine.longest_embedding_step_s <= MAX_STEP_S

@@ -331,7 +331,7 @@ async def test_output_ends_only_after_the_engine_confirms(vllm_engine, maker, mo
         with pytest.raises(WorkerLost):
             await vllm_engine.ping(1)
     # Not by monkeypatch, which would put the 1 back: the session's engine would count as lost in all later tests.
-    vllm_engine._num_releases_unknown = 0
+    vllm_engine._num_releases_unknown = 0  # which nothing sets back: a worker would be restarted
     await vllm_engine.ping(30)
 
 

@@ -1,5 +1,7 @@
 """vLLM's flags in a worker: user flags reach vLLM, except those that a worker depends on."""
 
+import shutil
+
 import pytest
 from vllm.config import KVEventsConfig
 from vllm.inputs import tokens_input
@@ -8,9 +10,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from medialane.types.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp, changes_encoder
 from medialane.types.errors import StartupFailed
 from medialane.types.request import EncoderCard
-from medialane.vllm_bridge.engine import engine_embeddings
-from medialane.vllm_bridge.engine.encoder_card import encoder_digest
-from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
+from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, encoder_digest
 from medialane.vllm_bridge.engine.engine_options import engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import clamp
 from medialane.vllm_bridge.frontend import encode_params
@@ -164,12 +164,13 @@ async def measured(*_, **__):
     return [[{"widths": {"image": 8}, "dtypes": {"image": "float32"}, "faults": {}}]]
 
 
-async def test_encoder_whose_weights_are_replaced_while_it_is_loaded_is_unknown(monkeypatch):
+async def test_encoder_whose_weights_are_replaced_while_it_is_loaded_is_unknown(tiny_model, tmp_path):
     """Otherwise old embeddings would have the digest of the new weights."""
-    monkeypatch.setattr(engine_embeddings, "encoder_card", lambda *_: EncoderCard("d" * 64, "float32", {"image": 8}))
-    monkeypatch.setattr(engine_embeddings, "weights_version", lambda _: "old")
-    engines = [EngineEmbeddings(None, wanted=wanted, reason="") for wanted in ("auto", "on")]
-    monkeypatch.setattr(engine_embeddings, "weights_version", lambda _: "new")
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    engines = [EngineEmbeddings(config_of(folder), wanted=wanted, reason="") for wanted in ("auto", "on")]
+    with next(folder.glob("*.safetensors")).open("ab") as weights:
+        weights.write(b"more")
     await engines[0].learn(measured)
     assert engines[0].card is None
     assert "weights have changed" in engines[0].reason
@@ -177,14 +178,11 @@ async def test_encoder_whose_weights_are_replaced_while_it_is_loaded_is_unknown(
         await engines[1].learn(measured)
 
 
-async def test_encoders_that_get_the_same_call_last_have_equal_digests_and_new_ones():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_embeddings, "encoder_card", lambda *_: EncoderCard("d" * 64, "float32", {"image": 8}))
-        patch.setattr(engine_embeddings, "weights_version", lambda _: "version")
-        engines = [EngineEmbeddings(None, wanted="auto", reason="") for _ in range(2)]
-        for engine in engines:
-            await engine.learn(measured)
-    first, second = engines
+async def test_encoders_that_get_the_same_call_last_have_equal_digests_and_new_ones(tiny_model):
+    first, second = (EngineEmbeddings(config_of(tiny_model), wanted="auto", reason="") for _ in range(2))
+    for engine in (first, second):
+        await engine.learn(measured)
+    assert first.card == second.card == EncoderCard(first.card.digest, "float32", {"image": 8})
     first.renew("of a call that only one of them got")
     assert first.card.digest != second.card.digest
     found = {second.card.digest}

@@ -179,9 +179,11 @@ def test_freed_entry_fails_only_its_request(engine, arena, entry):
 
 
 class FailingEngine(VllmEngine):
-    """A worker's engine whose EngineCore fails each request; `asked` are the utilities that were called."""
+    """A worker's engine whose EngineCore fails each request; `asked` are the utilities that were called. They
+    do not return in time without `answers`."""
 
-    def __init__(self, item):
+    def __init__(self, item, *, answers=True):
+        self._answers = answers
         self._arenas = {"a" * 32}  # EngineCore has mapped an arena
         self._reader = SimpleNamespace(
             engine_input=self._engine_input,
@@ -211,6 +213,8 @@ class FailingEngine(VllmEngine):
 
     async def _ask(self, method, *args, timeout_s):
         self.asked.append(method)
+        if not self._answers:
+            raise GenerationFailed("no answer")
         return [True]
 
 
@@ -275,12 +279,7 @@ def test_failed_pooling_request_is_an_output_of_the_front_end():
 
 
 async def test_arena_that_engine_core_did_not_confirm_in_time_is_unmapped_as_well():
-    class Stalled(FailingEngine):
-        async def _ask(self, method, *args, timeout_s):
-            await super()._ask(method, *args, timeout_s=timeout_s)
-            raise GenerationFailed("no answer")
-
-    stalled = Stalled(None)
+    stalled = FailingEngine(None, answers=False)
     assert not await stalled.attach_arena("b" * 32, bytes(16))
     await stalled.detach_arena("b" * 32)
     assert stalled.asked == ["medialane_attach", "medialane_detach"]

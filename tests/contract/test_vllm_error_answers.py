@@ -199,7 +199,6 @@ async def test_images_are_published_to_clients_with_the_key(server):
 
 async def test_medialane_endpoints_are_in_the_openapi_document(server):
     paths = (await server.client.get("/openapi.json")).json()["paths"]
-    assert paths["/medialane/decisions"]["get"]["parameters"][0]["name"] == "limit"
     ours = {route.path for route in server.app.routes if route.path.startswith("/medialane")}
     assert ours <= paths.keys()
 

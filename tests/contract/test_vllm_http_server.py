@@ -16,8 +16,8 @@ from starlette.responses import PlainTextResponse
 from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.runtime.stop import Stop
 from medialane.types.errors import StartupFailed
-from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.frontend.http_server import check_http, serve_http, uvicorn_config
+from medialane.vllm_bridge.seams.arguments import parse_vllm_args
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)

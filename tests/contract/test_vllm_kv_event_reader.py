@@ -10,7 +10,6 @@ from vllm.distributed import kv_events as vllm_events
 
 from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.plugin import PrivateFolder
 from waiting import eventually
 
@@ -20,9 +19,9 @@ DEADLINE_S = 10.0
 class Ranks:
     """Publishers as created by EngineCores, and what a reader reported."""
 
-    def __init__(self, num_ranks=1, **settings):
+    def __init__(self, num_ranks=1, *, silence_s=2.0, **settings):
         self._folder = PrivateFolder()
-        self.reader = KvEventReader(self._folder.path)
+        self.reader = kv_events.KvEventReader(self._folder.path, silence_s=silence_s)
         config = self.reader.config
         for name, value in settings.items():
             setattr(config, name, value)
@@ -39,6 +38,11 @@ class Ranks:
     def publish(self, *numbers, rank=0):
         for n in numbers:
             self.publishers[rank].publish(vllm_events.KVEventBatch(ts=time.time(), events=[removed(n)]))
+
+    def lose(self, *numbers):
+        """The batches of these numbers are lost on the way."""
+        (publisher,) = self.publishers
+        publisher._pub = Lossy(publisher._pub, set(numbers))  # vLLM's socket: its publisher has no other door
 
     def numbers(self, rank=0):
         """The numbers of one rank; None where it was cleared."""
@@ -162,7 +166,7 @@ class Lossy:
 
 async def test_gap_is_filled_from_the_replay_buffer(open_ranks):
     ranks = open_ranks()
-    ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1, 2, 4})
+    ranks.lose(1, 2, 4)
     ranks.start()
     for *lost, received in ([0], [1, 2, 3], [4, 5]):
         ranks.publish(*lost, received)
@@ -170,10 +174,9 @@ async def test_gap_is_filled_from_the_replay_buffer(open_ranks):
     assert ranks.reader.ranks[0].num_lost == 0
 
 
-async def test_batch_lost_before_an_idle_period_is_replayed(open_ranks, monkeypatch):
-    monkeypatch.setattr(kv_events, "SILENCE_S", 0.1)
-    ranks = open_ranks()
-    ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, {1})
+async def test_batch_lost_before_an_idle_period_is_replayed(open_ranks):
+    ranks = open_ranks(silence_s=0.1)
+    ranks.lose(1)
     ranks.start()
     ranks.publish(0)
     await ranks.until([0])
@@ -184,7 +187,7 @@ async def test_batch_lost_before_an_idle_period_is_replayed(open_ranks, monkeypa
 async def test_batches_that_cannot_be_replayed_clear_the_cache(open_ranks, caplog):
     caplog.set_level(logging.WARNING, "medialane")  # libraries set the root logger's
     ranks = open_ranks(buffer_steps=2)
-    ranks.publishers[0]._pub = Lossy(ranks.publishers[0]._pub, set(range(1, 9)))
+    ranks.lose(*range(1, 9))
     ranks.start()
     ranks.publish(0)
     await ranks.until([0])
@@ -230,8 +233,8 @@ async def test_restarted_sequence_numbers_clear_the_cache(open_ranks):
     ranks.publish(1)
     await ranks.until([0, 1])
     publisher = ranks.publishers[0]
-    publisher._seq_gen = iter(range(100))
-    publisher._buffer.clear()
+    publisher._seq_gen = iter(range(100))  # vLLM's own: as after a restart
+    publisher._buffer.clear()  # likewise
     ranks.publish(2)
     await ranks.until([0, 1, None, 2])
 

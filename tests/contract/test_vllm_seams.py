@@ -6,11 +6,12 @@ import sys
 import time
 
 import pytest
-from vllm.distributed.device_communicators import shm_broadcast
 
-from medialane.vllm_bridge.engine import engine_cpu as cpu_waiting
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import GROUPS
+
+#: Another test of this process may have loaded our plugin, which replaces vLLM's class.
+pytestmark = pytest.mark.usefixtures("vllms_condition")
 
 SEAMS = [seam for group in GROUPS for seam in group.seams]
 
@@ -28,13 +29,6 @@ def test_probe_is_fast_once_vllm_is_imported():
     before = time.thread_time()
     probe.probe()
     assert time.thread_time() - before < 0.5  # some 0.03 s
-
-
-@pytest.fixture(autouse=True)
-def _vllms_own_classes(monkeypatch):
-    """Another test of this process may have loaded our plugin, which replaces this one."""
-    original = cpu_waiting._Spinning.__mro__[1]
-    monkeypatch.setattr(shm_broadcast, original.__name__, original)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What `engine_core.report_phases` leans on: vLLM counts the files of weights by tqdm, and runs the model by methods of
-its executor."""
+"""What `seams.engine_core.report_phases` leans on: vLLM counts the files of weights by tqdm, and runs the model by
+methods of its executor."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.executor.abstract import Executor
 
 from medialane.runtime.phase import Phase, PhaseFile
-from medialane.vllm_bridge.engine.engine_core import report_phases
+from medialane.vllm_bridge.seams.engine_core import report_phases
 
 
 @pytest.fixture

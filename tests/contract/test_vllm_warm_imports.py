@@ -10,7 +10,7 @@ PROGRAM = """
 import os, torch
 def touched(*_args, **_kwargs): raise AssertionError("a device was used")
 torch.cuda._lazy_init = torch._C._cuda_init = touched
-from medialane.vllm_bridge.warm import warm_imports
+from medialane.vllm_bridge.engine.plugin import warm_imports
 warm_imports()
 print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
 """

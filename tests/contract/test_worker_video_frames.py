@@ -25,7 +25,7 @@ def load(monkeypatch):
     async def decode(total, backend, **options):
         monkeypatch.setattr("medialane.vllm_bridge.engine.source_prompt.video_backend", lambda _config: backend)
         item = MediaPayload("video", "h", b"", (), MediaSize(), io=canonical_options(options), param="here")
-        found = await source._encoded(item, memoryview(clip(total)))
+        found = await source._encoded(item, memoryview(clip(total)))  # without vLLM's renderer, which needs a model
         return len(found[0] if isinstance(found, tuple) else found.media[0])
 
     yield decode

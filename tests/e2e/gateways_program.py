@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from medialane.cli import gateway, main
 from medialane.gateway import BoundedServer, WorkerPool
+from medialane.runtime.linux import exit_at_once
 
 
 async def _ended() -> None:
@@ -58,8 +59,7 @@ def run(log: str, arguments: list[str]) -> NoReturn:
     try:
         status = main(["gateway", *arguments])
     finally:
-        sys.stdout.flush()
-        os._exit(status)
+        exit_at_once(status)
 
 
 def prebuild(arguments: list[str]) -> None:
@@ -106,5 +106,4 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, lambda *_: send(signal.SIGUSR1, ending))
     statuses = wait(started, ending)
     sys.stdout.write(f"\n{json.dumps(statuses)}\n")
-    sys.stdout.flush()
-    os._exit(int(any(statuses)))  # objects that gc.freeze() keeps to the end are reported as leaks by nanobind
+    exit_at_once(int(any(statuses)))  # objects that gc.freeze() keeps to the end are reported as leaks by nanobind

@@ -1,4 +1,4 @@
-"""Fill the column "prompt by" of docs/models.md without running the whole check of each family.
+"""Fill the `predicted` modalities in the rows of docs/models.md without running the whole check of each family.
 
 python tests/families/predicted_modalities.py [FAMILY ...]   # then tests/families/models_page.py
 
@@ -19,12 +19,12 @@ from vllm.renderers import renderer_from_config
 
 from medialane.testing.tiny_model import cache_folder
 from medialane.types.media import MediaSize, Modality
-from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.items import NO_OPTIONS, expand_marks
 from medialane.vllm_bridge.learned import ModelProfile
+from medialane.vllm_bridge.learned.item_shape import trial_audio, trial_video
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
 from medialane.vllm_bridge.learned.sized_headers import noise
-from medialane.vllm_bridge.learned.trial_items import trial_audio, trial_video
+from medialane.vllm_bridge.seams.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import processor_of
 
 _SIZES: dict[Modality, MediaSize] = {

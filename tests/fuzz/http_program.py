@@ -32,7 +32,7 @@ from medialane.gateway import (
 from medialane.observability import configure
 from medialane.testing.fake_worker import FAKE_CARD
 from medialane.wire import RpcConfig, bind_http, bind_unix
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 
 BLOCKED_S = 0.05
 API_KEY = "client"
@@ -63,7 +63,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
     handler = gateway_program.AgreeingWorker(card=FAKE_CARD)
     workers = RpcServer(handler, RpcConfig())
     await workers.serve(f"unix:{worker}")
-    async with gateway_program._mapping(handler, config, f"unix:{store}"):  # noqa: SLF001
+    async with gateway_program.mapping(handler, config, f"unix:{store}"):
         with bind_unix(path) as sock:
             addresses = gateway.GatewayAddresses([f"unix:{worker}"], f"unix:{store}")
             routing = asyncio.create_task(route(config.gateway, model, path, port, folder))
@@ -99,6 +99,6 @@ def note_routes(folder: Path) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[3])
     note_routes(folder)
-    gateway_program._serve = serve  # noqa: SLF001
+    gateway_program.serve = serve
     gateway_program.uvloop.run = asyncio.run
     gateway_program.main(sys.argv[1], int(sys.argv[2]), folder, sys.argv[4:])

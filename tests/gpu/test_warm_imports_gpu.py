@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 PROGRAM = """
 import os, torch
-from medialane.vllm_bridge.warm import warm_imports
+from medialane.vllm_bridge.engine.plugin import warm_imports
 warm_imports()
 from pynvml import nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetHandleByIndex, nvmlInit
 nvmlInit()

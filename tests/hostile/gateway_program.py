@@ -27,11 +27,11 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from medialane.config import Config, enter_environ
 from medialane.media.fetch import Fetcher
 from medialane.prepare import fork_forkserver
-from medialane.runtime.linux import signal_on_parent_death
+from medialane.runtime.linux import exit_at_once, signal_on_parent_death
 from medialane.store import StoreLink
 from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome, bind_http
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 
 #: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {
@@ -96,7 +96,7 @@ def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
     store.Fetcher = _fetcher
     store.prebuild(config, model, flags, os.environ)
     with _forked(lambda: store.run_store(Reloading(config), model, flags, f"unix:{folder}/store")):
-        uvloop.run(_serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
+        uvloop.run(serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
 
 
 def _fetcher(*args: Any, **kwargs: Any) -> Fetcher:
@@ -115,8 +115,7 @@ def _forked(run_store: Callable[[], int]) -> Iterator[None]:
                 fork_forkserver()
                 status = run_store()
         finally:
-            sys.stderr.flush()
-            os._exit(status)
+            exit_at_once(status)
     try:
         yield
     finally:
@@ -124,7 +123,7 @@ def _forked(run_store: Callable[[], int]) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
+async def serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
     from medialane.cli import gateway
     from medialane.cli.reloading import Reloading
 
@@ -133,7 +132,7 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
     server = RpcServer(handler, RpcConfig())
     await server.serve(worker)
     try:
-        async with _mapping(handler, config, store):
+        async with mapping(handler, config, store):
             with bind_http("127.0.0.1", port) as sock:
                 addresses = gateway.GatewayAddresses([worker], store)
                 await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
@@ -142,7 +141,7 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
 
 
 @asynccontextmanager
-async def _mapping(handler: AgreeingWorker, config: Config, store: str) -> AsyncIterator[None]:
+async def mapping(handler: AgreeingWorker, config: Config, store: str) -> AsyncIterator[None]:
     """Have the worker claim to have mapped the arena of whatever store is connected."""
     link = StoreLink(store, rpc=config.rpc, arena_directory=config.arena.directory, wait_timeout_s=1.0)
     link.watch(lambda offer: handler.map_arena(None if offer is None else offer.id))

@@ -51,17 +51,19 @@ async def worker(arena):
 
 @pytest.fixture
 async def open_parts(arena, preparers):
-    """Opens a gateway with some workers, which `worker` describes; other settings are the gateway's."""
+    """Opens a gateway with some workers, which `worker` describes; `parts` are those of the gateway that differ, other
+    settings its own."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
 
-        async def start(count, *, worker=None, **config):
+        async def start(count, *, worker=None, parts=None, **config):
             workers = [FakeWorker(f"{folder}/{n}.sock", arena=arena, **(worker or {})) for n in range(count)]
             for one in workers:
                 stack.push_async_callback(one.close)
                 await one.start()
             settings = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, **config)
-            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
+            opened = Parts(arena, preparers, workers, config=settings, **(parts or {}))
+            return await stack.enter_async_context(opened), workers
 
         yield start
     gc.collect()

@@ -36,7 +36,7 @@ from medialane.media.fetch import Fetcher
 from medialane.observability import Metrics
 from medialane.prepare import PreparerPool
 from medialane.routing import EncodeCosts, Router, RoutingConfig
-from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
+from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants, StoreLink
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.transfer.nixl import NixlMover
 from medialane.types.errors import WorkerLost
@@ -45,8 +45,7 @@ from medialane.types.hashing import content_hash
 from medialane.types.media import MediaRef
 from medialane.types.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.wire import Hello, RpcConfig
-from medialane.worker import Worker, WorkerConfig
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer, Worker, WorkerConfig
 from waiting import eventually
 
 PROCESSOR = {"model": "fake"}
@@ -95,6 +94,26 @@ class Uncounted:
 UNCOUNTED = Uncounted()
 
 
+class FailingEntries(StoreEntries):
+    """A worker's entries of its store: `hold` raises each of `errors` once, `embedding` its error, if it has one."""
+
+    def __init__(self, link: StoreLink) -> None:
+        super().__init__(link)
+        self.errors: list[Exception] = []
+        self.embedding_error: Exception | None = None
+        self.has_memory = True
+
+    async def hold(self, *args, **kwargs):
+        if self.errors:
+            raise self.errors.pop()
+        return await super().hold(*args, **kwargs)
+
+    async def embedding(self, *args, **kwargs):
+        if self.embedding_error is not None:
+            raise self.embedding_error
+        return await super().embedding(*args, **kwargs) if self.has_memory else None
+
+
 class FakeWorker:
     """A worker over a fake engine, which can be killed and started again at the same address."""
 
@@ -123,7 +142,7 @@ class FakeWorker:
         self.registry = CollectorRegistry()  # as a new process has one
         directory = str(self._arena.path.parent)
         self._store = StoreClientTask(store_address(self._arena), directory)
-        self.host_arena = StoreEntries(self._store.link)
+        self.host_arena = FailingEntries(self._store.link)
         self._worker = Worker(
             self.engine,
             self._config,
@@ -142,12 +161,11 @@ class FakeWorker:
     @property
     def num_store_calls(self) -> int:
         """What the worker has asked its store since they are connected."""
-        return self._store.link._client._num_calls
+        return self._store.link.num_calls
 
     def drop_connections(self) -> None:
         """Like a network failure: the worker keeps running."""
-        for session in list(self._server._sessions):
-            session.end(WorkerLost("the network is broken"))
+        self._server.drop_connections(WorkerLost("the network is broken"))
 
     async def drain(self, timeout_s: float) -> None:
         """Stop as `serve_worker` does."""
@@ -205,8 +223,13 @@ class Parts:
         routing: RoutingConfig | None = None,
         mover: NixlMover | None = None,
         transports: Sequence[Transport] = (),
+        assembler: FakeAssembler | None = None,
+        link: type[WorkerLink] = WorkerLink,
+        shm: type[ShmTransport] = ShmTransport,
+        grants: type[StoreGrants] = StoreGrants,
     ) -> None:
-        """With `beside`, another gateway of that one's host, with the same store; `transports` are tried first."""
+        """With `beside`, another gateway of that one's host, with the same store; `transports` are tried first. `link`,
+        `shm` and `grants` may be fakes that fail."""
         self.arena = arena
         self._rpc = rpc
         self._beside = beside
@@ -219,9 +242,10 @@ class Parts:
             self.fetcher.bodies = EncodedStore(arena, MEDIA)
         self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
         self.workers = workers
-        self._max_tokens = max_tokens
         self._routing = routing
         self._transports = transports
+        self._assembler = assembler or FakeAssembler(max_tokens)
+        self._new_link, self._new_shm, self._new_grants = link, shm, grants
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -229,7 +253,7 @@ class Parts:
         link, config, transfer = self.store.link, self._config, self._transfer
         self.links = WorkerPool(
             [
-                WorkerLink(
+                self._new_link(
                     w.address,
                     hello,
                     rpc=self._rpc,
@@ -243,15 +267,15 @@ class Parts:
         )
         link.watch(lambda _: self.links.arena_changed())
         self.features = self.store.features
-        shm = ShmTransport(HoldPasser(link, retention_s=0.0))
-        pull = PullTransport(StoreGrants(link), transfer.mover)
+        shm = self._new_shm(HoldPasser(link, retention_s=0.0))
+        pull = PullTransport(self._new_grants(link), transfer.mover)
         inline = InlineTransport(link.tensor, transfer.max_inline_bytes)
         router = self.router = Router(self._routing)
         self.gateway = Gateway(
             config=config,
             transports=Transports([*self._transports, shm, pull, inline], transfer.transport),
             features=self.features,
-            assembler=FakeAssembler(self._max_tokens),
+            assembler=self._assembler,
             workers=self.links,
             router=router,
             metrics=self.metrics,

@@ -212,7 +212,7 @@ async def gateway(folder: Path, name: str) -> int:
 
         async def _write(self, *arguments) -> None:
             await gates.passed("upload")
-            await super()._write(*arguments)
+            await super()._write(*arguments)  # the copy alone: what is counted and hashed does not wait
 
     settings = dict(FakeProcessor.settings)
     client = StoreClientTask(

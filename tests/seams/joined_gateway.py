@@ -14,7 +14,8 @@ PROCESSOR = {"model": "files 1", "dtype": "bfloat16", "vllm": "0.32.0", "process
 class Gateway:
     """The membership of one gateway process, which can be killed and started again with the same ports."""
 
-    def __init__(self, config=None):
+    def __init__(self, config=None, rpc=RPC):
+        self._rpc = rpc
         self.address = "tcp://127.0.0.1:0"
         self.config = config or GatewayConfig(forget_worker_s=0.3)
         self.ports = []
@@ -23,14 +24,14 @@ class Gateway:
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
         self.hello = Hello(gateway_id=f"gateway-{id(self.registry)}", processor=PROCESSOR, join_ports=self.ports)
-        self.pool = WorkerPool([], new_link=self._link, processor=PROCESSOR, config=self.config)
+        self.pool = WorkerPool([], new_link=self.new_link, processor=PROCESSOR, config=self.config)
         self.metrics.watch_workers(self.pool.endpoints)
-        self.server = JoinServer(RPC, self.pool.serve_joined)
+        self.server = JoinServer(self._rpc, self.pool.serve_joined)
         self.address = await self.server.serve(self.address)
         return self
 
-    def _link(self, name, _address=""):
-        return WorkerLink(name, self.hello, rpc=RPC, config=self.config, metrics=self.metrics)
+    def new_link(self, name, _address=""):
+        return WorkerLink(name, self.hello, rpc=self._rpc, config=self.config, metrics=self.metrics)
 
     @property
     def port(self):

@@ -14,7 +14,6 @@ import uvloop
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, layout
 from medialane.transfer import Pulls
-from medialane.transfer import pulls as pulls_module
 from medialane.types.errors import MedialaneError
 from medialane.types.feature import Feature, RemoteEntry
 from medialane.types.media import MediaSize
@@ -40,9 +39,8 @@ def _hash(arena: Arena, lease) -> str:
 
 
 async def main(directory: str, host: str | None = None, num_bytes: str = "0") -> None:
-    pulls_module.longest_pull_s = lambda _: PULL_S
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20, directory=directory))
-    pulls = Pulls(arena, RpcConfig(shared_secret=SECRET, insecure=True))
+    pulls = Pulls(arena, RpcConfig(shared_secret=SECRET, insecure=True), max_pull_s=lambda _: PULL_S)
     lease = None
     if host is not None:
         await pulls.serve(f"tcp://{host}:0")

@@ -8,6 +8,7 @@ from prometheus_client import Counter, generate_latest
 
 from medialane.gateway import WorkerScrape, open_scope
 from medialane.gateway.http import MIN_INTERVAL_S
+from medialane.observability import engine_metrics
 from medialane.types.admin import IsSleeping, ResetPrefixCache, Sleep
 from medialane.types.errors import AdminCallIncomplete, GenerationFailed
 from waiting import eventually
@@ -61,7 +62,7 @@ class Scraper:
         self.now = 0.0
         self._scrape = WorkerScrape(parts.links, clock=lambda: self.now)
         self._registry = parts.registry
-        parts.metrics.watch_engines(self._scrape.mirrors)
+        parts.metrics.watch(lambda: engine_metrics(self._scrape.mirrors()))
 
     async def value(self, worker):
         """The worker's `vllm:prompt_tokens_total` at the gateway; None if absent."""

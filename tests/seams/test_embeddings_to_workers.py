@@ -17,7 +17,6 @@ from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
 from fake_engine import FAKE_CARD
 from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope, request_report
 from medialane.routing import RoutingConfig
-from medialane.store import StoreEntries
 from medialane.types.errors import GenerationFailed, HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import embedding_key
@@ -249,28 +248,20 @@ async def test_embedding_is_cached_at_the_first_output_and_held_until_the_end(ho
             assert not host.arena.evict(key, "embedded"), "the engine may load it again"
 
 
-def fail_once(monkeypatch, worker, where):
-    """Have the worker fail to load an embedding: its store does not hold it, or its engine cannot read it."""
-    errors = [HandoverFailed("it is gone")]
-
-    def fail():
-        if errors:
-            raise errors.pop()
-
-    hold, generate = StoreEntries.hold, worker.engine.generate
-
-    async def failing_hold(self, *args, **kwargs):
-        fail()
-        return await hold(self, *args, **kwargs)
+def fail_once(worker, where):
+    """Have the worker fail to load an embedding: its store does not hold it, or its engine cannot read it. Return what
+    has not been raised."""
+    errors, generate = [HandoverFailed("it is gone")], worker.engine.generate
 
     async def failing_generate(*args):
-        fail()
+        if errors:
+            raise errors.pop()
         async with aclosing(generate(*args)) as deltas:
             async for delta in deltas:
                 yield delta
 
     if where == "store":
-        monkeypatch.setattr(StoreEntries, "hold", failing_hold)
+        worker.host_arena.errors = errors
     else:
         worker.engine.generate = failing_generate
     return errors
@@ -278,13 +269,13 @@ def fail_once(monkeypatch, worker, where):
 
 @pytest.mark.parametrize("where", ["store", "engine"])
 @pytest.mark.parametrize("is_evicted", [False, True])
-async def test_embedding_that_the_worker_cannot_load_is_replaced_by_tensors(host, monkeypatch, is_evicted, where):
+async def test_embedding_that_the_worker_cannot_load_is_replaced_by_tensors(host, is_evicted, where):
     """The same transfer path is used again, with features made anew if they are not in the arena any more."""
     parts, worker = await host.add()
     tokens, _ = await answer(parts)
     if is_evicted:
         await host.evict_media()
-    errors = fail_once(monkeypatch, worker, where)
+    errors = fail_once(worker, where)
     assert (await answer(parts))[0] == tokens
     assert not errors
     assert parts.count("medialane_embeddings_total", outcome="fallback") == 1
@@ -317,15 +308,12 @@ async def test_worker_without_shared_memory_or_encoder_gets_tensors(host):
         assert worker.engine.num_encoded == ("transport" not in settings), settings
 
 
-async def test_lost_store_costs_no_request(host, monkeypatch):
+async def test_lost_store_costs_no_request(host):
     """It is lost when the worker asks for the embedding."""
     parts, worker = await host.add()
     expected = await plain(host)
 
-    async def lost(*_, **__):
-        raise StoreUnavailable("the media store is lost")
-
-    monkeypatch.setattr(StoreEntries, "embedding", lost)
+    worker.host_arena.embedding_error = StoreUnavailable("the media store is lost")
     assert await answer(parts) == (expected, ["unkept"])
     assert worker.engine.num_encoded == 1
 

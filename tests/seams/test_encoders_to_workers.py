@@ -17,7 +17,7 @@ from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeat
 from medialane.types.feature import MediaPrompt
 from medialane.types.media import MediaRef
 from otlp_collector import http_collector
-from waiting import eventually
+from waiting import eventually, iterations
 
 CARD = msgspec.structs.replace(ENCODER_CARD, role="encoder")
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -64,9 +64,8 @@ class Host:
 
     async def answer(self, *datas, request_id="r", **params):
         with open_scope() as scope:
-            tokens = await self.parts.answer(prompt(*datas), request_id, **params)
             self.timeline = scope.timeline
-            return tokens
+            return await self.parts.answer(prompt(*datas), request_id, **params)
 
 
 @pytest.fixture
@@ -242,9 +241,10 @@ async def test_cancelled_client_does_not_end_the_encode_request_of_another(host)
     host.encoder.encode_s = 0.3
     first = asyncio.create_task(host.answer(png()))
     await eventually(lambda: host.encoder.num_reading == 1)
+    first_timeline = host.timeline
     second = asyncio.create_task(host.answer(png(), request_id="second"))
-    (flight,) = host.parts.gateway._runner._encoders._flights._flights.values()
-    await eventually(lambda: flight.num_waiters == 2)
+    await eventually(lambda: host.timeline is not first_timeline and host.timeline.current == "encode")
+    await iterations(2)  # until it waits for the encoder, too
     first.cancel()
     assert await second
     assert (host.encoder.num_requests, host.encoder.num_encoded, host.worker.num_encoded) == (1, 1, 0)
@@ -295,12 +295,8 @@ async def test_encoders_never_get_requests_of_clients(host):
     assert host.encoder.num_requests == 0
 
 
-async def test_embedding_that_finds_no_memory_leaves_the_item_to_the_worker(host, monkeypatch):
+async def test_embedding_that_finds_no_memory_leaves_the_item_to_the_worker(host):
     await host.start()
-
-    async def no_memory(*_, **__):
-        return None
-
-    monkeypatch.setattr(host.encoders[0].host_arena, "embedding", no_memory)
+    host.encoders[0].host_arena.has_memory = False
     assert await host.answer(png())
     assert (host.encoder.num_encoded, host.worker.num_encoded, host.outcomes()) == (1, 1, {"unkept": 1})

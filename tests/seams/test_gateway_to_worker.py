@@ -144,13 +144,13 @@ async def test_features_that_the_worker_refuses_are_processed_there(arena, prepa
     assert seen[1].prompt.stage == "url"
 
 
-async def test_prompt_that_cannot_be_expanded_here_is_by_the_worker(arena, preparers, worker, caplog, monkeypatch):
-    def assemble(*_):
-        raise FeatureUnsupported("the prompt depends on pixels")
+async def test_prompt_that_cannot_be_expanded_here_is_by_the_worker(arena, preparers, worker, caplog):
+    class Refusing(FakeAssembler):
+        def assemble(self, *_):
+            raise FeatureUnsupported("the prompt depends on pixels")
 
-    monkeypatch.setattr(FakeAssembler, "assemble", assemble)
     seen = spy(worker)
-    async with Parts(arena, preparers, [worker]) as parts:
+    async with Parts(arena, preparers, [worker], assembler=Refusing()) as parts:
         with open_scope():
             assert await parts.answer(prompt(png()))
     assert seen[0].prompt.stage == "decoded"
@@ -158,15 +158,18 @@ async def test_prompt_that_cannot_be_expanded_here_is_by_the_worker(arena, prepa
 
 
 @pytest.mark.parametrize("instead", ["decoded", "url"])
-async def test_stage_of_a_request_is_that_of_its_modalities(arena, preparers, worker, monkeypatch, instead):
+async def test_stage_of_a_request_is_that_of_its_modalities(arena, preparers, worker, instead):
     """Of the model's audio no features are made: images are sent as features, except with audio."""
-    monkeypatch.setattr(FakeAssembler, "fallback_stages", {"audio": instead})
+
+    class WithoutAudio(FakeAssembler):
+        fallback_stages = {"audio": instead}  # noqa: RUF012 - constant
+
     seen = spy(worker)
     image, audio = (
         ref(png()),
         MediaRef("audio", "messages[0].content[1].audio_url", data=by_libsndfile(tones(8000), 8000)),
     )
-    async with Parts(arena, preparers, [worker]) as parts:
+    async with Parts(arena, preparers, [worker], assembler=WithoutAudio()) as parts:
         for items in ((image,), (audio,), (image, audio)):
             token_ids = [1, *[2, PLACEHOLDER_TOKEN] * len(items)]
             with open_scope():
@@ -354,7 +357,8 @@ async def test_preparation_continues_for_a_remaining_request(arena, preparers, w
                 return await parts.answer(prompt(png(), options=b'{"sleep_s": 0.6}'))
 
         def num_waiting():
-            return [flight.num_waiters for flight in parts.store.items._preparing._flights.values()]
+            flights = parts.store.items._preparing._flights  # nobody else sees when the store has the second call
+            return [flight.num_waiters for flight in flights.values()]
 
         leaving, staying = asyncio.create_task(one()), asyncio.create_task(one())
         await eventually(lambda: preparers.stats().num_busy == 1 and num_waiting() == [2])

@@ -29,7 +29,7 @@ class Host:
         self.gateways, self.workers = gateways, workers
 
     def slots(self, number):
-        return list(self.gateways[number].router._slots)
+        return list(self.gateways[number].router._slots)  # what a choice reads; it has no other door
 
     def num_queued(self, number):
         return sum(slot.num_queued for slot in self.slots(number))

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from medialane.arena import layout
-from medialane.transfer import Pulls, peer_messages
+from medialane.transfer import Pulls
 from medialane.types.feature import Feature
 from medialane.types.media import MediaSize
 from medialane.types.tensor import TensorDescriptor, TensorSpec
@@ -122,10 +122,11 @@ async def test_process_of_the_source_that_was_restarted_is_used_by_the_next_pull
     assert await destination.pull(source.granted("1", b"b" * 1000, "nixl")) == b"b" * 1000
 
 
-async def test_stopped_process_of_the_source_costs_a_deadline_and_its_range_is_quarantined(stores, monkeypatch):
-    source, destination = await stores()
+async def test_stopped_process_of_the_source_costs_a_deadline_and_its_range_is_quarantined(stores):
+    deadlines = [30.0]
+    source, destination = await stores(max_pull_s=lambda _: deadlines[-1])
     assert await destination.pull(source.granted("0", b"a" * 1000, "nixl")) == b"a" * 1000
-    monkeypatch.setattr(peer_messages, "_BASE_S", 1.0)
+    deadlines.append(1.0)
     source.host.stop()
     data = os.urandom(MIB)
     pull = asyncio.ensure_future(destination.pull(source.granted("1", data, "nixl")))

@@ -45,7 +45,7 @@ def local_ray(tmp_path_factory):
 
 @pytest.fixture
 async def cluster(local_ray):
-    cluster = medialane_ray.RayCluster()
+    cluster = medialane_ray.RayCluster(times=medialane_ray.RayTimes(report_s=0.1, report_again_s=0.1))
     yield cluster
     await cluster.stop()
     cluster.close()
@@ -133,9 +133,7 @@ async def test_missing_resources_are_named(cluster, gateway):
         await cluster.spawn([spec], timeout_s=1)
 
 
-async def test_resources_that_are_missing_are_reported_while_they_are_waited_for(cluster, gateway, monkeypatch, caplog):
-    monkeypatch.setattr(medialane_ray, "_REPORT_S", 0.1)
-    monkeypatch.setattr(medialane_ray, "_REPORT_AGAIN_S", 0.1)
+async def test_resources_that_are_missing_are_reported_while_they_are_waited_for(cluster, gateway, caplog):
     (spec,) = specs(gateway, 1, num_gpus=1)
     with pytest.raises(StartupFailed):
         await cluster.spawn([spec], timeout_s=1)

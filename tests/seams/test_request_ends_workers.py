@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from functools import partial
 
 import pytest
 from gateway_parts import request
@@ -24,7 +23,9 @@ MIGRATIONS = "medialane_migrations_total"
 class FragileEngine(FakeEngine):
     """`dies_after_s` is how long it takes the marker to end it."""
 
-    dies_after_s = 0.0
+    def __init__(self, *, dies_after_s=0.0, **settings):
+        super().__init__(**settings)
+        self.dies_after_s = dies_after_s
 
     async def generate(self, request, tensors, embeddings=()):
         if MARKER in request.prompt.token_ids:
@@ -36,7 +37,10 @@ class FragileEngine(FakeEngine):
 
 @pytest.fixture
 def open_parts(open_parts):
-    return partial(open_parts, worker={"kind": FragileEngine})
+    def opened(count, *, dies_after_s=0.0, **config):
+        return open_parts(count, worker={"kind": FragileEngine, "dies_after_s": dies_after_s}, **config)
+
+    return opened
 
 
 async def tokens_of(parts, token_ids, name="r", **params):
@@ -86,8 +90,7 @@ async def test_workers_that_are_lost_long_after_the_request_has_arrived_are_not_
     open_parts, monkeypatch
 ):
     monkeypatch.setattr("medialane.gateway.request.run.SUSPICIOUS_S", 0.05)
-    monkeypatch.setattr(FragileEngine, "dies_after_s", 0.2)
-    parts, workers = await open_parts(5, migration_limit=3)
+    parts, workers = await open_parts(5, dies_after_s=0.2, migration_limit=3)
     with pytest.raises(WorkerLost):
         await tokens_of(parts, [MARKER])
     assert await num_dead(workers) == 1 + 3, "the limit alone ends it"

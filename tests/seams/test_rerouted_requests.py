@@ -23,6 +23,19 @@ def open_parts(open_parts):
     return partial(open_parts, worker={"config": WATCHED})
 
 
+def losing(tried, number):
+    """Links, the first `number` of which to be used are lost before the request is sent; `tried` gets their names."""
+
+    class LosingLink(WorkerLink):
+        def submit(self, wanted):
+            tried.append(self.name)
+            if len(tried) <= number:
+                raise WorkerLost("the connection was lost before the request was sent")
+            return super().submit(wanted)
+
+    return LosingLink
+
+
 async def reader_of(workers, others=()):
     """The worker that has a request, none of `others`."""
 
@@ -63,35 +76,24 @@ async def test_request_without_a_token_is_answered_by_another_worker(open_parts,
 
 
 @pytest.mark.parametrize("stage", ["features", "url"])
-async def test_choice_of_a_worker_that_is_lost_before_the_request_is_sent_is_recorded_as_unsent(
-    open_parts, monkeypatch, stage
-):
-    parts, _ = await open_parts(2, stage=stage)
-    submit, tried = WorkerLink.submit, []
-
-    def lost_at_first(link, wanted):
-        tried.append(link.name)
-        if len(tried) == 1:
-            raise WorkerLost("the connection was lost before the request was sent")
-        return submit(link, wanted)
-
-    monkeypatch.setattr(WorkerLink, "submit", lost_at_first)
-    attempts = []
+async def test_choice_of_a_worker_that_is_lost_before_the_request_is_sent_is_recorded_as_unsent(open_parts, stage):
+    tried, attempts = [], []
+    parts, _ = await open_parts(2, parts={"link": losing(tried, 1)}, stage=stage)
     await image_answer(parts, attempts)
     assert [(each.worker, each.is_sent) for each in attempts] == [(tried[0], False), (tried[1], True)]
     assert parts.router.num_unsent == 1
 
 
 @pytest.mark.parametrize("stage", ["features", "url"])
-async def test_choice_of_a_request_that_is_cancelled_before_it_is_sent_counts_as_unsent(open_parts, monkeypatch, stage):
-    parts, _ = await open_parts(2, stage=stage)
+async def test_choice_of_a_request_that_is_cancelled_before_it_is_sent_counts_as_unsent(open_parts, stage):
     begun = asyncio.Event()
 
-    async def never(*_):
-        begun.set()
-        await asyncio.Event().wait()
+    class StuckTransport(ShmTransport):
+        async def publish(self, *_):
+            begun.set()
+            await asyncio.Event().wait()
 
-    monkeypatch.setattr(ShmTransport, "publish", never)
+    parts, _ = await open_parts(2, parts={"shm": StuckTransport}, stage=stage)
     task = asyncio.create_task(image_answer(parts))
     await begun.wait()
     task.cancel()
@@ -136,15 +138,9 @@ async def test_request_waits_for_its_worker_to_come_back_if_there_is_no_other(op
     assert await task == expected
 
 
-async def test_request_moves_no_more_often_than_the_limit(open_parts, monkeypatch):
-    parts, _ = await open_parts(5, migration_limit=3)
+async def test_request_moves_no_more_often_than_the_limit(open_parts):
     tried = []
-
-    def lost(link, _wanted):
-        tried.append(link.name)
-        raise WorkerLost("the connection was lost before the request was sent")
-
-    monkeypatch.setattr(WorkerLink, "submit", lost)
+    parts, _ = await open_parts(5, parts={"link": losing(tried, 5)}, migration_limit=3)
     with pytest.raises(WorkerLost), open_scope():
         await parts.generate(request("r", [1, 2, 3]), None)
     assert len(tried) == len(set(tried)) == 1 + 3

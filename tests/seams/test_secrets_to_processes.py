@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,14 +141,8 @@ def test_each_process_has_the_secrets_that_it_uses_and_shows_none_in_its_command
 async def test_mover_has_no_secret(monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, SECRETS[name])
-
-    class FakedNixlMover(NixlMover):
-        def __init__(self, *arguments, **settings):
-            super().__init__(*arguments, **settings, factory=FAKE)
-
-    monkeypatch.setattr(store, "NixlMover", FakedNixlMover)
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    mover = store.nixl_mover(load_config({"peer-nixl": "on"}), arena.id, arena.slot)
+    mover = store.nixl_mover(load_config({"peer-nixl": "on"}), arena.id, arena.slot, partial(NixlMover, factory=FAKE))
     try:
         assert await mover.offer(wait=True) is not None
         assert secrets_of(mover.pid, SECRETS) == set()

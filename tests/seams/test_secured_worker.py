@@ -73,12 +73,12 @@ async def test_gateway_with_another_secret_is_refused_and_both_logs_say_so(
     wrong = msgspec.structs.replace(gateway_rpc, shared_secret="another secret of ours")
     async with Parts(arena, preparers, [worker], rpc=gateway_rpc) as parts:
         link = parts.links.links[worker.address]
-        link._rpc = wrong
+        link._rpc = wrong  # as if the worker had another secret from now on
         await link.client.close()
         await eventually(lambda: isinstance(link.refusal, AuthenticationFailed))
         assert link.is_failing
         await eventually(lambda: "another secret" in worker.log.read_text())
-        link._rpc = gateway_rpc
+        link._rpc = gateway_rpc  # and now the gateway's again
         await eventually(lambda: parts.links.num_ready)
         assert link.refusal is None
     assert "--rpc-secret-file" in caplog.text

@@ -7,7 +7,6 @@ import gc
 import json
 import tempfile
 from contextlib import AsyncExitStack
-from functools import partial
 
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt
@@ -80,9 +79,16 @@ async def other_host(request):
     gc.collect()
 
 
-def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", beside=None, mover=None):
+def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", **options):
     config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
-    return Parts(arena, preparers, workers, config=config, transfer=transfer, beside=beside, mover=mover)
+    return Parts(arena, preparers, workers, config=config, transfer=transfer, **options)
+
+
+class UnreachableGrants(StoreGrants):
+    """Of a store that nobody listens for."""
+
+    async def grant(self, ranges):
+        return [replace(entry, address="tcp://127.0.0.1:1") for entry in await super().grant(ranges)]
 
 
 async def answer_and_report(parts, media):
@@ -134,19 +140,18 @@ async def test_concurrent_requests_pull_an_entry_once(arena, preparers, other_ho
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
-async def test_request_counts_at_its_worker_before_its_pull_is_granted(
-    arena, preparers, other_host, stage, monkeypatch
-):
+async def test_request_counts_at_its_worker_before_its_pull_is_granted(arena, preparers, other_host, stage):
     """Otherwise concurrent requests with one image, each routed as if the others did not exist, are spread."""
-    reached, granted, grant = asyncio.Event(), asyncio.Event(), StoreGrants.grant
+    reached, granted = asyncio.Event(), asyncio.Event()
 
-    async def slowly(self, ranges):
-        reached.set()
-        await granted.wait()
-        return await grant(self, ranges)
+    class SlowGrants(StoreGrants):
+        async def grant(self, ranges):
+            reached.set()
+            await granted.wait()
+            return await super().grant(ranges)
 
-    monkeypatch.setattr(StoreGrants, "grant", slowly)
-    async with parts_for(arena, preparers, [await other_host.worker()], stage=stage) as parts:
+    workers = [await other_host.worker()]
+    async with parts_for(arena, preparers, workers, stage=stage, grants=SlowGrants) as parts:
         with open_scope() as scope:
             answering = asyncio.create_task(parts.answer(prompt(png())))
             await reached.wait()
@@ -159,16 +164,14 @@ async def test_request_counts_at_its_worker_before_its_pull_is_granted(
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 async def test_pull_that_fails_falls_back_to_another_path_with_the_same_output(
-    arena, preparers, worker, other_host, transport, monkeypatch
+    arena, preparers, worker, other_host, transport
 ):
     stage = "features" if transport == "auto" else "url"
     async with parts_for(arena, preparers, [worker], stage=stage) as near:
         with open_scope():
             expected = await near.answer(prompt(png()))
-    async with parts_for(arena, preparers, [await other_host.worker()], transport=transport) as far:
-        grant = far.store.pulls.grant
-        unreachable = partial(replace, address="tcp://127.0.0.1:1")
-        monkeypatch.setattr(far.store.pulls, "grant", lambda ranges: list(map(unreachable, grant(ranges))))
+    workers = [await other_host.worker()]
+    async with parts_for(arena, preparers, workers, transport=transport, grants=UnreachableGrants) as far:
         assert await answer_and_report(far, prompt(png())) == (expected, (stage, "inline"))
         assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
 

@@ -17,7 +17,6 @@ from pulling_program import PULL_S, SECRET, Pulled, Stored
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.transfer import Pulls
-from medialane.transfer import pulls as pulls_module
 from medialane.transfer.peer_connection import PeerConnection
 from medialane.types.errors import TransferFailed
 from medialane.wire import RpcConfig
@@ -71,11 +70,10 @@ def source():
 
 
 @pytest.fixture
-async def destination(monkeypatch):
+async def destination():
     """The pulls of this process's arena, with a short deadline."""
-    monkeypatch.setattr(pulls_module, "longest_pull_s", lambda _: PULL_S)
     arena = Arena.create(ArenaConfig(size_bytes=32 * MIB))
-    pulls = Pulls(arena, RpcConfig(shared_secret=SECRET))
+    pulls = Pulls(arena, RpcConfig(shared_secret=SECRET), max_pull_s=lambda _: PULL_S)
     pulls.arena = arena
     yield pulls
     await pulls.close()

@@ -15,9 +15,8 @@ from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress
-from medialane.worker import WorkerConfig
+from medialane.worker import RpcServer, WorkerConfig
 from medialane.worker.membership import Membership
-from medialane.worker.server import RpcServer
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)
@@ -75,8 +74,8 @@ class Cluster:
     def __init__(self, stack):
         self._stack = stack
 
-    async def gateway(self, **settings):
-        gateway = await Gateway(GatewayConfig(**settings) if settings else None).start()
+    async def gateway(self, *, rpc=RPC, **settings):
+        gateway = await Gateway(GatewayConfig(**settings) if settings else None, rpc).start()
         self._stack.push_async_callback(lambda: gateway.close())
         return gateway
 
@@ -264,28 +263,28 @@ async def test_workers_may_differ_in_block_size_and_length(cluster):
     await eventually(lambda: gateway.ready == {"a", "b"})
 
 
-async def test_second_worker_of_a_name_waits_until_the_first_is_lost(cluster):
+async def test_second_worker_of_a_name_waits_until_the_first_is_lost(cluster, caplog):
+    caplog.set_level("INFO")
     gateway = await cluster.gateway()
     first = await cluster.worker("w", gateway.port, worker_id="first")
     await eventually(lambda: gateway.ready == {"w"})
     await cluster.worker("w", gateway.port, worker_id="second")
     refused = gateway.pool.links["w"]
-    await eventually(lambda: gateway.server._tasks)
+    await eventually(lambda: "another worker named w is connected" in caplog.text)
     assert refused.client.welcome.worker_id == "first"
     await first.leave()
     await eventually(lambda: gateway.ready and gateway.pool.links["w"].client.welcome.worker_id == "second")
 
 
 async def test_connection_whose_loss_the_gateway_has_not_noticed_is_replaced(cluster):
-    gateway = await cluster.gateway()
+    notices_nothing = msgspec.structs.replace(RPC, heartbeat_timeout_s=3600.0, tcp_heartbeat_timeout_s=3600.0)
+    gateway = await cluster.gateway(rpc=notices_nothing)
     proxy = await cluster.proxy(gateway)
     worker = await cluster.worker("w", proxy.port)
     await eventually(lambda: gateway.ready == {"w"})
     earlier = gateway.pool.links["w"].client
-    earlier.connection._timeout_s = 3600.0  # this side notices nothing
     proxy.cut = True
-    for session in list(worker._sessions):
-        session.end(WorkerLost("missed heartbeats of the peer"))
+    worker.drop_connections(WorkerLost("missed heartbeats of the peer"))
     await eventually(lambda: worker.num_gateways == 0)
     assert gateway.ready == {"w"}
     proxy.cut = False
@@ -317,7 +316,7 @@ async def test_number_of_workers_is_bounded(cluster, caplog):
 
 async def test_worker_cannot_take_the_name_of_a_configured_one(cluster):
     gateway = await cluster.gateway()
-    listed = gateway.pool.links["tcp://10.0.0.1:7000"] = gateway._link("tcp://10.0.0.1:7000")
+    listed = gateway.pool.links["tcp://10.0.0.1:7000"] = gateway.new_link("tcp://10.0.0.1:7000")
     worker = await cluster.worker("tcp://10.0.0.1:7000", gateway.port)
     await cluster.worker("other", gateway.port)
     await eventually(lambda: gateway.ready == {"other"})

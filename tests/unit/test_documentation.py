@@ -154,7 +154,7 @@ def test_page_of_settings_is_current():
 
 
 def test_error_codes_in_the_troubleshooting_page_exist():
-    rows = re.findall(r"^\*\*[45]\d\d (.+)\*\*$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\* \*\*[45]\d\d (.+?)\*\*", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     named = {code for row in rows for code in re.findall(r"`([a-z]+_[a-z_]+)`", row)}
     codes = {cls.code for cls in _classes(MedialaneError)}
     assert "arena_full" in named

@@ -22,7 +22,7 @@ def report(folder, *verdicts, outcomes=("encoded",), **options):
 
 def test_row_of_a_family_counts_its_cases(tmp_path):
     rows = {"tiny": models_page.row_of(report(tmp_path, "equal", "close", "equal", "refused", "skipped"))}
-    line = "| tiny | TinyForConditionalGeneration | image (2) | chat | features | - | kept | 3 | 1 | 0 | 1 | 0 |"
+    line = "| tiny | Tiny | image (2) | chat | features | kept | 3 | 1 | 1 skipped |"
     assert line in models_page.page(rows).splitlines()
     assert "medialane 1.0 and vLLM 0.32.0" in models_page.page(rows)
 
@@ -41,14 +41,14 @@ def test_row_says_whether_embeddings_are_kept_and_why_not(tmp_path):
     rows = {"not": models_page.row_of(report(tmp_path, "equal", outcomes=(), no_embeddings=why))}
     rows["unknown"] = models_page.row_of(report(tmp_path, "equal", outcomes=("unkept",)))
     page = models_page.page(rows)
-    assert "| features | - | not kept | 1 |" in page
+    assert "| features | not kept | 1 |" in page
     assert f"* **not**: embeddings are not kept: {why}" in page
-    assert "| features | - | - | 1 |" in page
+    assert "| features |  | 1 |" in page
 
 
-def test_row_says_what_prompts_follow_from(tmp_path):
+def test_row_names_modalities_whose_prompts_follow_from_the_processed_items(tmp_path):
     limits = {"image": 2, "audio": 1}
-    ways = {(): "items", ("image",): "size (image), items (audio)", ("audio", "image"): "size", None: "-"}
-    for predicted, way in ways.items():
+    stages = {(): " (by items: image, audio)", ("image",): " (by items: audio)", ("audio", "image"): "", None: ""}
+    for predicted, items in stages.items():
         made = msgspec.structs.replace(report(tmp_path, "equal"), limits=limits, predicted=predicted)
-        assert f"| features | {way} | kept |" in models_page.page({"tiny": models_page.row_of(made)})
+        assert f"| features{items} | kept |" in models_page.page({"tiny": models_page.row_of(made)})

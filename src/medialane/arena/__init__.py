@@ -15,13 +15,11 @@ from medialane.arena.layout import (
     LINEAGE_BYTES,
     Lineage,
     describe,
-    is_completed,
-    is_header,
     is_valid,
     layout,
 )
 from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
-from medialane.arena.locks import ClientSlot, FillWriter
+from medialane.arena.locks import ClientSlot, FillWriter, new_slot
 from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, kept_arenas, reap
 from medialane.arena.view import ArenaView
@@ -45,10 +43,9 @@ __all__ = [
     "Unfinished",
     "describe",
     "header_bytes",
-    "is_completed",
-    "is_header",
     "is_valid",
     "kept_arenas",
     "layout",
+    "new_slot",
     "reap",
 ]

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
-from pathlib import Path
-from threading import Event
-from typing import Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import Entry, EntryTable, HoldLog
@@ -20,11 +17,9 @@ from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, State, 
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
 from medialane.arena.locks import ClientSlot, new_slot
-from medialane.arena.view import ArenaView
 from medialane.types.errors import MediaTooLarge
 from medialane.types.feature import EntryKind, Feature
 from medialane.types.media import EncodedMedia
-from medialane.types.stats import ArenaStats
 from medialane.types.tensor import ALIGNMENT, ArenaRange, align
 
 logger = logging.getLogger(__name__)
@@ -38,6 +33,16 @@ class Arena:
 
     def __init__(self, file: ArenaFile, config: ArenaConfig, *, grows: bool) -> None:
         self._file = file
+        #: Its file's id and path, and the random value by which a process proves that it maps this file.
+        self.id, self.path, self.nonce = file.view.id, file.path, file.view.nonce
+        #: Size of the file with one page for its header, of the largest payload in an empty arena, and offset of what
+        #: follows the arena in the file: space of whoever uses it.
+        self.size_bytes, self.max_payload_bytes = file.view.size_bytes, file.view.max_payload_bytes
+        self.end_bytes = file.end_bytes
+        #: How many entries there may be, however small they are.
+        self.max_entries = file.index.max_entries
+        #: The owner's mapping, to read entries in this process. It is closed with the arena.
+        self.view = file.view
         #: Whether the file was that of an earlier owner.
         self.was_adopted = False
         self._unfinished: list[Unfinished] = []
@@ -54,6 +59,10 @@ class Arena:
             usable_bytes=max(0, file.usable_bytes - PAGE_BYTES) if grows else None,
             max_entries=file.index.max_entries,
         )
+        #: Of the file, and of its entries; what `prefault` reports is for `prefaulted`.
+        self.prefault, self.keep_for, self.live_slots = file.prefault, file.keep_for, file.live_slots
+        self.contains, self.evict, self.clear = self._table.contains, self._table.evict, self._table.clear
+        self.stats = self._table.stats
 
     @classmethod
     def create(cls, config: ArenaConfig, *, lineage: Lineage = Lineage(), grows: bool = False) -> Arena:  # noqa: B008
@@ -107,46 +116,6 @@ class Arena:
                 table.demote(value.mm_hash)
 
     @property
-    def id(self) -> str:
-        return self._file.view.id
-
-    @property
-    def path(self) -> Path:
-        return self._file.path
-
-    @property
-    def nonce(self) -> bytes:
-        """The random value in the file's header, by which a process proves that it maps this file."""
-        return self._file.view.nonce
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file, including one page for its header."""
-        return self._file.view.size_bytes
-
-    @property
-    def max_payload_bytes(self) -> int:
-        """The largest payload that fits into an empty arena."""
-        return self._file.view.max_payload_bytes
-
-    @property
-    def max_entries(self) -> int:
-        """How many entries there may be, however small they are."""
-        return self._file.index.max_entries
-
-    @property
-    def view(self) -> ArenaView:
-        """The owner's mapping, to read entries in this process. It is closed with the arena."""
-        return self._file.view
-
-    def prefault(self, stop: Event, on_progress: Callable[[int], object] = lambda _: None) -> int:
-        """Allocate all pages; call it in a thread, and join that before `close`. See `ArenaFile.prefault`.
-
-        `on_progress` is called in that thread with the number for `prefaulted`.
-        """
-        return self._file.prefault(stop, on_progress)
-
-    @property
     def is_growing(self) -> bool:
         """Whether `prefaulted` can still add memory."""
         return self._table.is_growing
@@ -156,24 +125,6 @@ class Arena:
         self._table.extend(num_bytes - PAGE_BYTES)
         if not self._closed:
             self._file.index.set_usable(num_bytes)
-
-    @property
-    def end_bytes(self) -> int:
-        """Offset in the file of what follows the arena: space of whoever uses it."""
-        return self._file.end_bytes
-
-    def keep_for(self, keeper: str) -> None:
-        """Have `reap` spare the file while another process has the lock (`private_files`) of the file `keeper`. Raises
-        ValueError if the path is too long."""
-        self._file.keep_for(keeper)
-
-    def new_slot(self) -> int:
-        """Return a slot that no client has."""
-        return new_slot()
-
-    def live_slots(self) -> set[int]:
-        """Return the slots whose clients live (`ClientSlot`)."""
-        return self._file.live_slots()
 
     def unfinished(self) -> list[Unfinished]:
         """Return the ranges that clients of an earlier owner were writing, once: the caller owns the reservations."""
@@ -277,13 +228,8 @@ class Arena:
     ) -> Lease[Feature] | None: ...
     @overload
     def lookup(self, key: str, kind: Literal["encoded"]) -> Lease[EncodedMedia] | None: ...
-    def lookup(self, key: str, kind: EntryKind = "processed") -> Lease[Feature] | Lease[EncodedMedia] | None:
+    def lookup(self, key: str, kind: EntryKind = "processed") -> Lease[Any] | None:
         """Lease the entry of `key` and `kind`, if it exists. The caller owns the lease."""
-        found = self._table.lookup(key, kind)
-        return None if found is None else cast("Lease[Feature]", Lease(self._table, *found))
-
-    def lease_cached(self, key: str, kind: EntryKind) -> Lease[Cached] | None:
-        """Lease the entry of `key` and any `kind`, like `lookup`."""
         found = self._table.lookup(key, kind)
         return None if found is None else Lease(self._table, *found)
 
@@ -301,26 +247,6 @@ class Arena:
         """Return the kind and key of a cached entry that is leased; None if there is none at `range`."""
         entry = self._table.held(range)
         return None if entry is None or entry.key is None else (entry.kind, entry.key)
-
-    def contains(self, key: str, kind: EntryKind = "processed") -> bool:
-        """Return whether `key` is cached, without counting as a use of the entry."""
-        return self._table.contains(key, kind)
-
-    def demote(self, key: str, kind: EntryKind = "processed") -> None:
-        """Evict the entry of `key`, if there is one, before others; if it is leased, when its leases have ended. It
-        counts as used again when it is looked up."""
-        self._table.demote(key, kind)
-
-    def evict(self, key: str, kind: EntryKind = "processed") -> bool:
-        """Free the entry of `key`. Return False if there is none, or it is held."""
-        return self._table.evict(key, kind)
-
-    def clear(self) -> int:
-        """Free every cached entry that is not held; return their number."""
-        return self._table.clear()
-
-    def stats(self) -> ArenaStats:
-        return self._table.stats()
 
     def record_holds(self) -> HoldLog:
         """Record from now on who takes leases and reservations, and return the record."""

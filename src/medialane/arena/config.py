@@ -26,21 +26,21 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size and location of the shared memory for media."""
 
     size_bytes: int = field(default=2 * GIB, name="arena-size")
-    """shared memory for processed media, one file per host, bytes (at least 16 MiB)"""
+    """shared memory for media, one file per host (at least 16 MiB)"""
     encoded_share: float = field(default=0.25, name="arena-encoded-share")
-    """share of the shared memory for encoded media (as fetched or sent); a kind over its share is evicted first"""
+    """share of encoded media (as fetched or sent); a kind over its share is evicted first"""
     decoded_share: float = field(default=0.5, name="arena-decoded-share")
     """the same for decoded media"""
     processed_share: float = field(default=1.0, name="arena-processed-share")
     """the same for processed media"""
     embedded_share: float = field(default=1.0, name="arena-embedded-share")
-    """the same for the outputs of models' encoders"""
+    """the same for encoder outputs"""
     directory: str = field(default="/dev/shm", name="arena-directory")  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
     """directory of the shared-memory file; must be a tmpfs"""
 
     keep: bool = field(default=False, name="keep-arena")
-    """leave the shared memory's file when the store stops, for the next store with the same model and settings; until
-    then it occupies memory (`medialane doctor` names such files)"""
+    """leave the arena's file when the store stops, for the next store with the same model and settings; it occupies
+    memory until then (`medialane doctor` lists such files)"""
 
     @property
     def shares(self) -> dict[EntryKind, float]:

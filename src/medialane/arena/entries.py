@@ -223,6 +223,7 @@ class EntryTable(Generic[V]):
         return found
 
     def contains(self, key: str, kind: EntryKind = "processed") -> bool:
+        """Return whether `key` is cached, without counting as a use of the entry."""
         return (kind, key) in self._by_key
 
     def pin_held(self, range_: ArenaRange) -> Entry | None:

@@ -127,7 +127,8 @@ class ArenaFile:
         return self.view.size_bytes + index_bytes(self.view.size_bytes)
 
     def keep_for(self, keeper: str) -> None:
-        """Have `reap` spare this file while another process has the lock (`private_files`) of the file `keeper`."""
+        """Have `reap` spare this file while another process has the lock (`private_files`) of the file `keeper`. Raises
+        ValueError if the path is too long."""
         if self._lock is not None:
             os.pwrite(self._lock, encode_keeper(keeper), KEEPER_AT)
 
@@ -135,9 +136,10 @@ class ArenaFile:
         """Allocate all pages of the arena, about 1 s per GiB; return the bytes allocated before `stop` was set, which
         `on_progress` gets after each piece.
 
-        To be called in a thread: it releases the GIL and changes no data, so entries may be written in the meantime.
-        Until it has returned, a write to a new page is slow, and if the file system is full (because of other
-        programs' files), it kills the writing process with SIGBUS. Raises StartupFailed if the file system is full.
+        To be called in a thread, which is joined before `close`: it releases the GIL and changes no data, so entries
+        may be written in the meantime. Until it has returned, a write to a new page is slow, and if the file system is
+        full (because of other programs' files), it kills the writing process with SIGBUS. Raises StartupFailed if the
+        file system is full.
         """
         done = self.usable_bytes
         if stop.is_set():
@@ -169,6 +171,7 @@ class ArenaFile:
         return False
 
     def live_slots(self) -> set[int]:
+        """Return the slots whose clients live (`ClientSlot`)."""
         return set() if self._lock is None else live_slots(self._lock)
 
     def close(self, *, keep: bool = False) -> None:

@@ -25,8 +25,8 @@ _ALL = "all"
 _NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
+def add_arguments(parser: argparse.ArgumentParser, folder: Path = FOLDER) -> None:
+    known = ", ".join([*names(folder), _ALL]) if folder.is_dir() else "only in a checkout"
     parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but {', '.join(sorted(_NOT_IN_ALL))})")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
@@ -48,61 +48,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 100000)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the benchmark, or all of them; 0 if every bar is reached, 1 if one is missed. Raises StartupFailed."""
-    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like FOLDER.
+def run(args: argparse.Namespace, folder: Path = FOLDER) -> int:
+    """Run the benchmark, or all of `folder`; 0 if every bar is reached, 1 if one is missed. The JSON file is written
+    after each, so that no result is lost. Raises StartupFailed."""
+    # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like this.
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
-    enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own=own)
-    return run_benchmarks(
-        FOLDER,
-        args.name,
-        json=args.json,
-        quick=args.quick,
-        num_requests=args.requests,
-        other=args.other,
-        observed=args.observed,
-    )
+    enter_environ(Config(), None, str(folder), (), on_gpu=on_gpu, own=own)
+    wanted = _wanted(folder, args.name)
+    if args.requests is not None and args.requests < 1:
+        raise StartupFailed("--requests must be positive")
+    if args.other is not None and not (args.other / "src" / "medialane").is_dir():
+        raise StartupFailed(f"--other {args.other}: not a checkout of medialane")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # so that processes started by a benchmark can import from it, too
+    harness = importlib.import_module("harness")
+    machine = harness.machine()
+    options = harness.Options(quick=args.quick, num_requests=args.requests, other=args.other, observed=args.observed)
+    reports: list[Any] = []
+    for benchmark in wanted:
+        print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
+        report = _load(benchmark).run(options)
+        print(harness.show(report), flush=True)
+        reports.append(report)
+        if args.json is not None:
+            args.json.write_bytes(harness.document(reports, machine))
+    return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
 
 
 def names(folder: Path) -> list[str]:
     """Return the names of the benchmarks in a folder."""
     return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
-
-
-def run_benchmarks(
-    folder: Path,
-    name: str,
-    *,
-    json: Path | None,
-    quick: bool,
-    num_requests: int | None = None,
-    other: Path | None = None,
-    observed: bool = False,
-) -> int:
-    """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
-    wanted = _wanted(folder, name)
-    if num_requests is not None and num_requests < 1:
-        raise StartupFailed("--requests must be positive")
-    if other is not None and not (other / "src" / "medialane").is_dir():
-        raise StartupFailed(f"--other {other}: not a checkout of medialane")
-    if json is not None and not json.parent.is_dir():
-        raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))  # so that processes started by a benchmark can import from it, too
-    harness = importlib.import_module("harness")
-    machine = harness.machine()
-    reports: list[Any] = []
-    for benchmark in wanted:
-        print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
-        options = harness.Options(quick=quick, num_requests=num_requests, other=other, observed=observed)
-        report = _load(benchmark).run(options)
-        print(harness.show(report), flush=True)
-        reports.append(report)
-        if json is not None:
-            json.write_bytes(harness.document(reports, machine))
-    return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
 
 
 def _wanted(folder: Path, name: str) -> list[str]:

@@ -20,12 +20,12 @@ from medialane.gateway import metrics_key
 from medialane.runtime.host import machine
 from medialane.tools.check.servers import CheckProgress, Launch
 from medialane.tools.compare import (
-    Comparison,
     Journal,
     Manifest,
     Pace,
     Slo,
     Traffic,
+    TrafficComparison,
     make_report,
     read_traffic,
     show,
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             logs=logs,
             start_s=config.cluster.start_timeout_s,
         )
-        comparison = Comparison(
+        comparison = TrafficComparison(
             traffic=traffic,
             sides=sides_of(args.against, launch, progress),
             pace=_pace(args, traffic),
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args, comparison, folder, progress)
 
 
-def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, progress: CheckProgress) -> int:
+def _compare(args: argparse.Namespace, comparison: TrafficComparison, folder: Path, progress: CheckProgress) -> int:
     manifest = _manifest(args, comparison)
     journal = Journal.opened(folder, manifest)
     progress.note(f"replies and reports: {folder}")
@@ -150,7 +150,7 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
     return 0 if report.agreement.num_compared and all(side.num_succeeded for side in report.sides) else 1
 
 
-def _manifest(args: argparse.Namespace, comparison: Comparison) -> Manifest:
+def _manifest(args: argparse.Namespace, comparison: TrafficComparison) -> Manifest:
     return Manifest(
         model=args.model,
         requests=args.requests.name,

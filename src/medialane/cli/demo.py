@@ -7,13 +7,13 @@ import asyncio
 import base64
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from medialane.cluster.placement import find_hardware
 from medialane.config import foreign_environ, process_environ, vllm_defaults
+from medialane.runtime.stop import stopped_by_signals
 from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.tools.check.servers import ServerProcess, plain_vllm, server_process
@@ -34,6 +35,9 @@ _MAX_TOKENS = 16
 
 #: Rows of the table of stages, in the order of execution.
 _STAGES = ("intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
+
+#: Runs a server of the model in this folder, with an OpenAI interface.
+DemoServer = Callable[[str], AbstractAsyncContextManager[ServerProcess]]
 
 
 @dataclass(frozen=True)
@@ -61,25 +65,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every response equals plain vLLM's, 1 if one differs. Raises StartupFailed."""
-    return asyncio.run(compared(_images(args.image), keep=args.keep))
+    build = partial(build_tiny_model, cache_folder(process_environ()))
+    return asyncio.run(compared(_images(args.image), build, plain=_plain, ours=_medialane, keep=args.keep))
 
 
-async def compared(images: Sequence[bytes], *, keep: bool) -> int:
-    """Return the exit status of the demo. Raises StartupFailed."""
+async def compared(
+    images: Sequence[bytes], build_model: Callable[[], Path], *, plain: DemoServer, ours: DemoServer, keep: bool
+) -> int:
+    """Return the exit status of the demo. `plain` is the server that `ours` is compared with. Raises StartupFailed."""
     console = Console()
     with console.status("building a tiny Qwen2.5-VL with random weights"):
-        model = str(await asyncio.to_thread(build_tiny_model, cache_folder(process_environ())))
+        model = str(await asyncio.to_thread(build_model))
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
     async with _web_server(images) as web_url:
         questions = _requests(images, web_url)
         console.print("1. plain vLLM answers four requests")
         with console.status("it takes about 40 s to start on a CPU"):
-            theirs = await _ask_plain(model, questions)
+            async with plain(model) as server:
+                expected = await _ask_all(server.base_url, model, questions)
         console.print(f"2. medialane answers the same{', and then keeps serving' if keep else ''}")
-        async with _medialane(model) as server:
-            ours = await _ask_all(server.base_url, model, questions)
-            _show(console, questions, ours)
-            status = _compare(console, questions, ours, theirs)
+        async with ours(model) as server:
+            answers = await _ask_all(server.base_url, model, questions)
+            _show(console, questions, answers)
+            status = _compare(console, questions, answers, expected)
             if keep:
                 url = server.base_url.removesuffix("/v1")
                 _say_next(
@@ -87,7 +95,8 @@ async def compared(images: Sequence[bytes], *, keep: bool) -> int:
                     "medialane serves until Ctrl-C. In another terminal:",
                     f"URL={url} MODEL={shlex.quote(model)}",
                 )
-                await _interrupted()
+                with stopped_by_signals() as stop:  # the first: a second one kills
+                    await stop.asked.wait()
     if not keep:
         command = shlex.join(["medialane", "serve", model, "--", *TINY_MODEL_FLAGS])
         _say_next(console, "The demo has stopped its servers. To keep one, `medialane demo --keep`, or:", command)
@@ -149,13 +158,14 @@ def _medialane(model: str) -> AbstractAsyncContextManager[ServerProcess]:
     return server_process("medialane serve", command, flags, model=model, environ=environ, log=None, stop_s=_STOP_S)
 
 
-async def _ask_plain(model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
+@asynccontextmanager
+async def _plain(model: str) -> AsyncIterator[ServerProcess]:
     environ = foreign_environ(process_environ()) | vllm_defaults(
         model, TINY_MODEL_FLAGS, on_gpu=bool(find_hardware(process_environ()).gpus), num_workers=1
     )
     with tempfile.TemporaryDirectory(prefix="medialane-demo-") as folder:
         async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=Path(folder) / "vllm.log") as server:
-            return await _ask_all(server.base_url, model, questions)
+            yield server
 
 
 async def _ask_all(base_url: str, model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
@@ -222,12 +232,3 @@ def _say_next(console: Console, text: str, command: str) -> None:
     if sys.prefix != sys.base_prefix:
         print(f"  . {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}")
     print(f"  {command}", flush=True)
-
-
-async def _interrupted() -> None:
-    stop, loop, signals = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
-    for number in signals:  # a second one kills
-        loop.remove_signal_handler(number)

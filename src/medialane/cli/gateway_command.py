@@ -31,22 +31,9 @@ SECTIONS: tuple[SectionName, ...] = (
     "logging", "recording", "stop",
 )  # fmt: skip
 _COMMON = (
-    "host",
-    "port",
-    "keys",
-    "require-api-key",
-    "admin-key-file",
-    "drain-timeout",
-    "join-listen",
-    "stage",
-    "transport",
-    "router",
-    *PROTECTION,
-    "log-level",
-    "log-format",
-    "access-log",
-    "record",
-)
+    "host", "port", "keys", "require-api-key", "admin-key-file", "drain-timeout", "join-listen", "stage", "transport",
+    "router", *PROTECTION, "log-level", "log-format", "access-log", "record",
+)  # fmt: skip
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}

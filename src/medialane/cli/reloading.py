@@ -1,6 +1,6 @@
 """How a process reads again what operators change in place: its log level, and the contents of files of keys and
 certificates. It does on SIGHUP, and a gateway when an operator asks for it (`medialane reload`, the command in this
-file); what needs a restart is named.
+file).
 
 All or nothing: what may fail (the file of settings, files of keys, certificates) is read before anything changes.
 """
@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from medialane.cli.flags import given_settings
-from medialane.config import Config, SectionName, load_config, process_environ, settings_environ
-from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
+from medialane.config import (
+    LOG_LEVEL,
+    Config,
+    SectionName,
+    load_config,
+    load_logging,
+    log_level_file,
+    process_environ,
+)
 from medialane.observability.logging import set_level
 from medialane.runtime.phase import shown_reload
 from medialane.runtime.tasks import WatchedTask
@@ -31,12 +38,12 @@ if TYPE_CHECKING:  # stores and workers have no gateway
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = "--settings-source"
+_LEVEL_FILE = "--log-level-file"
 
 _EPILOG = """\
 What is read again: the contents of files of keys (--keys, --admin-key-file, --metrics-key-file) and of certificates
-(--ssl-certfile), and the log level in the --config file. Whatever else has changed in that file needs a restart, and is
-named. A file with an error changes nothing.
+(--ssl-certfile), and the log level in the --config file. Whatever else has changed in that file needs a restart. A file
+with an error changes nothing.
 
 SIGHUP to a gateway, store or worker does the same for that process, SIGHUP to `medialane serve` for all that it has
 started (in a terminal it stops them).
@@ -52,6 +59,22 @@ RELOAD = "reload"
 
 #: Reads files again; returns what uses them, and the flags that name them. Raises StartupFailed.
 ReadFiles = Callable[[], tuple[Callable[[], None], Sequence[str]]]
+
+
+class SettingsChange(msgspec.Struct, frozen=True):
+    """The flags of the settings that have changed, and of those whose `files` were read again. The gateways of the port
+    that are `gateways_missing` have not answered, or have failed: they go on as before."""
+
+    changed: list[str] = []
+    files: list[str] = []
+    gateways_missing: list[str] = []
+
+    def __str__(self) -> str:
+        """Return a line for each of them that is not empty."""
+        parts = {"changed": self.changed, "files read again": self.files}
+        lines = [f"{text}: {', '.join(flags)}" for text, flags in parts.items() if flags]
+        lines += [f"gateway {index} has not read its settings again: see its log" for index in self.gateways_missing]
+        return "\n".join(lines) or "no setting has changed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,52 +99,50 @@ async def _reload(args: argparse.Namespace) -> int:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the flag by which `medialane serve` tells its processes where its own settings come from."""
-    parser.add_argument(_SOURCE, metavar="PATH", help=argparse.SUPPRESS)
-
-
-def source_flags(path: str) -> list[str]:
-    return [_SOURCE, path]
+    """Add the flag by which `medialane serve` names the file whose log level its processes read again."""
+    parser.add_argument(_LEVEL_FILE, metavar="PATH", help=argparse.SUPPRESS)
 
 
 class Reloading:
-    """Has the settings of a process, of which only the log's level changes. What has files to be read again adds itself
-    to `files`."""
+    """Has the settings of a process, of which only the log's level changes, as the file `level_file` says, if there is
+    one. What has files to be read again adds itself to `files`."""
 
-    def __init__(self, config: Config, source: SettingsSource | None = None) -> None:
-        """Without a source, no setting changes."""
+    def __init__(self, config: Config, level_file: str = "") -> None:
         self.config = config
-        environ = settings_environ(config)
-        self.source = source or SettingsSource((), started=environ, environ=environ)
         self.files: list[ReadFiles] = []
-        self._level = config.logging.level
+        self._level_file = level_file
+        self._logging = config.logging
         self._reading = asyncio.Lock()
 
     @classmethod
     def of(cls, args: argparse.Namespace, sections: Sequence[SectionName]) -> Reloading:
         """Load the settings of a command. Raises StartupFailed."""
-        flags, environ = given_settings(args), process_environ()
+        flags = given_settings(args)
         config = load_config(flags, file=args.config, sections=sections)
-        if (path := vars(args).get("settings_source")) is None:
-            source = SettingsSource.of(config, sections=sections, flags=flags, file=args.config, environ=environ)
-            return cls(config, source)
-        source = SettingsSource.read(path)
-        return cls(_with_current_level(config, source), source)
+        if (level_file := vars(args).get("log_level_file")) is None:
+            return cls(config, log_level_file(flags, args.config, process_environ()))
+        return cls(_with_current_level(config, level_file), level_file)
+
+    @property
+    def flags(self) -> list[str]:
+        """For the processes that `serve` starts with these settings."""
+        return [_LEVEL_FILE, self._level_file] if self._level_file else []
 
     async def reload(self) -> SettingsChange:
         """Raises StartupFailed naming the setting: then nothing has changed."""
         async with self._reading:
             with shown_reload():
-                loaded = await asyncio.to_thread(self.source.load)
+                loaded = self._logging
+                if self._level_file:
+                    loaded = await asyncio.to_thread(load_logging, self._level_file)
                 read = [await asyncio.to_thread(read_files) for read_files in self.files]
                 for use, _ in read:
                     use()
-            changed = [f"--{LIVE}"] if loaded.logging.level != self._level else []
-            files = [flag for _, flags in read for flag in flags]
-            change = SettingsChange(changed, self.source.needs_restart(loaded), files)
+            changed = [f"--{LOG_LEVEL}"] if loaded.level != self._logging.level else []
+            change = SettingsChange(changed, [flag for _, flags in read for flag in flags])
             logger.warning("settings were read again: %s", "; ".join(str(change).splitlines()))
-            self._level = loaded.logging.level
-            set_level(loaded.logging)
+            self._logging = loaded
+            set_level(loaded)
         return change
 
     async def reload_all(self, ask_others: AskOthers) -> bytes:
@@ -144,11 +165,11 @@ class Reloading:
         return b"true"
 
 
-def _with_current_level(config: Config, source: SettingsSource) -> Config:
+def _with_current_level(config: Config, level_file: str) -> Config:
     """Return the settings of a process of `serve` with the level of the log that was read again before it started: its
     environment has an older one."""
     try:
-        level = source.load().logging.level
+        level = load_logging(level_file).level
     except StartupFailed as error:
         logger.error("the log's level is that of the start: %s", error.message)
         return config

@@ -12,7 +12,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -23,7 +23,7 @@ from medialane.arena import reap
 from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
-from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup, source_flags
+from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup
 from medialane.cluster import Observer, ProcessSpec, Supervisor, local, model_groups
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
@@ -37,8 +37,15 @@ from medialane.cluster.ray import (
     worker_specs,
 )
 from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, ModelTable, SectionName, load_models, process_environ, replace_environ
-from medialane.config.reloading import SettingsSource
+from medialane.config import (
+    Config,
+    ModelTable,
+    SectionName,
+    load_models,
+    log_level_file,
+    process_environ,
+    replace_environ,
+)
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
@@ -102,28 +109,24 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging, component="serve")
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
-    with _ray(config, args.model) as ray:
+    with closing(RayServe(config, args.model)) if config.cluster.ray else nullcontext() as ray:
         return run_here(config if ray is None else ray.config, reloading, args, ray, groups=groups)
 
 
 def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
     """Load the settings; return the models, if they are several. One model of a file becomes that of the command line.
     Raises StartupFailed."""
-    flags, environ, rules = given_settings(args), process_environ(), model_groups.TABLES
-    config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=rules)
+    flags, environ = given_settings(args), process_environ()
+    config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=model_groups.TABLES)
     groups = _groups(args, tables)
-    source = SettingsSource.of(
-        config, sections=SECTIONS, flags=flags, file=args.config, environ=environ, rules=rules if tables else None
-    )
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
     if len(groups) == 1:  # needs no router
         (group,), groups = groups, []
-        config, source = group.config, source.of_model(group.name, group.config)
-        args.model, args.vllm_args = group.model, list(group.vllm_args)
+        config, args.model, args.vllm_args = group.config, group.model, list(group.vllm_args)
         if group.gpus:
             replace_environ({**environ, VISIBLE: ",".join(group.gpus)})
-    return Reloading(config, source), groups
+    return Reloading(config, log_level_file(flags, args.config, environ)), groups
 
 
 def _groups(args: argparse.Namespace, tables: Sequence[ModelTable]) -> list[ModelGroup]:
@@ -145,12 +148,51 @@ def run_here(
 ) -> int:
     """Serve with the processes of this configuration, until stopped; `groups` are the models, if they are several.
     Raises StartupFailed."""
-    directories = dict.fromkeys(each.arena.directory for each in (config, *(group.config for group in groups)))
+    environ = process_environ()
+    check_api_key(config, environ)
+    if groups:
+        model_groups.check_groups(groups, args.vllm_args, environ)
+    else:
+        local.check(config, args.model, args.vllm_args, environ)
+    _say(config, installed_kinds().line())
+    directories = {each.arena.directory for each in (config, *(group.config for group in groups))}
+    with (
+        _reaped(directories),
+        closing(local.run_folder(environ)) as folder,
+        # Inherited by gateways. Connections are refused until the first of them listens; from then on they wait while
+        # gateways restart: the queue of accepted connections ends with the last descriptor of the socket.
+        bind_http(config.server.host, config.server.port) as listener,
+    ):
+        specs = _specs(config, reloading, args, groups, folder=folder.path, environ=environ, listener=listener)
+        remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
+        announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
+        announce_start = (lambda: None) if args.unannounced else partial(_say, config, announcement)
+
+        with _logs(config) as logs:
+            names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
+            progress = Progress(names, verbose=args.verbose, as_log=config.logging.format == "json")
+
+            def make_supervisor() -> Supervisor | RemoteSupervisor:
+                here = Supervisor(specs, config=config.cluster, logs=logs.path, observer=progress)
+                if ray is None:
+                    return here
+                return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
+
+            status = asyncio.run(_serve(make_supervisor, reloading, progress, announce_start))
+            logs.keep = progress.has_failed
+            return status
+
+
+@contextmanager
+def _reaped(directories: Iterable[str]) -> Iterator[None]:
+    """Remove the arenas of stores that have exited, before and after: the last store leaves its to the next one."""
     try:
-        return _run(config, reloading, args, ray, groups=groups, directories=directories)
+        for directory in directories:
+            reap(directory)
+        yield
     finally:
         for directory in directories:
-            reap(directory)  # of the last store, which leaves its arena to the next one
+            reap(directory)
 
 
 def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -173,53 +215,9 @@ def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, s
     return msgspec.structs.replace(config, gateway=gateway)
 
 
-def _run(
-    config: Config,
-    reloading: Reloading,
-    args: argparse.Namespace,
-    ray: RayServe | None,
-    *,
-    groups: Sequence[ModelGroup],
-    directories: Iterable[str],
-) -> int:
-    environ = process_environ()
-    check_api_key(config, environ)
-    if groups:
-        model_groups.check_groups(groups, args.vllm_args, environ)
-    else:
-        local.check(config, args.model, args.vllm_args, environ)
-    for directory in directories:
-        reap(directory)
-    _say(config, installed_kinds().line())
-    with (
-        closing(local.run_folder(environ)) as folder,
-        # Inherited by gateways. Connections are refused until the first of them listens; from then on they wait while
-        # gateways restart: the queue of accepted connections ends with the last descriptor of the socket.
-        bind_http(config.server.host, config.server.port) as listener,
-    ):
-        specs = _specs(config, reloading.source, args, groups, folder=folder.path, environ=environ, listener=listener)
-        remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
-        announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
-        announce_start = (lambda: None) if args.unannounced else partial(_say, config, announcement)
-
-        with _logs(config) as logs:
-            names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
-            progress = Progress(names, verbose=args.verbose, as_log=config.logging.format == "json")
-
-            def make_supervisor() -> Supervisor | RemoteSupervisor:
-                here = Supervisor(specs, config=config.cluster, logs=logs.path, observer=progress)
-                if ray is None:
-                    return here
-                return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
-
-            status = asyncio.run(_serve(make_supervisor, reloading, progress, announce_start))
-            logs.keep = progress.has_failed
-            return status
-
-
 def _specs(
     config: Config,
-    source: SettingsSource,
+    reloading: Reloading,
     args: argparse.Namespace,
     groups: Sequence[ModelGroup],
     *,
@@ -229,8 +227,6 @@ def _specs(
 ) -> list[ProcessSpec]:
     hardware = find_hardware(environ)
     if groups:
-        sources = [source.of_model(group.name, group.config) for group in groups]
-        common_flags = [_source_flags(each, folder, str(number)) for number, each in enumerate(sources)]
         return model_groups.process_specs(
             groups,
             config,
@@ -239,8 +235,7 @@ def _specs(
             hardware=hardware,
             environ=environ,
             listener=listener,
-            common_flags=common_flags,
-            router_flags=_source_flags(source, folder, ""),
+            common_flags=reloading.flags,
         )
     return local.process_specs(
         config,
@@ -251,15 +246,8 @@ def _specs(
         environ=environ,
         listener=listener,
         store_socket=args.store_socket,
-        common_flags=_source_flags(source, folder, ""),
+        common_flags=reloading.flags,
     )
-
-
-def _source_flags(source: SettingsSource, folder: Path, name: str) -> list[str]:
-    """Write where settings come from; return the flags that have a process read them from there."""
-    path = folder / f"settings{name}.json"
-    source.write(path)
-    return source_flags(str(path))
 
 
 def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[ModelGroup], *, needs_key: bool) -> str:
@@ -298,19 +286,6 @@ def _logs(config: Config) -> Iterator[LogFolder]:
         logs.close()
 
 
-@contextmanager
-def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
-    """Connect to Ray, if the workers are to be placed by it. Raises StartupFailed."""
-    if not config.cluster.ray:
-        yield None
-        return
-    ray = RayServe(config, model)
-    try:
-        yield ray
-    finally:
-        ray.close()
-
-
 class RayServe:
     """What `medialane serve` does differently with Ray. Raises StartupFailed if the cluster cannot be connected to."""
 
@@ -347,13 +322,14 @@ class RayServe:
     ) -> RemoteSupervisor:
         """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
         from medialane.cli.status import read_state
+        from medialane.gateway import metrics_key
 
         config = self.config
-        url = local.base_url(config, vllm_args)
+        url, key = local.base_url(config, vllm_args), metrics_key(config.gateway)
 
         async def connected() -> set[str]:
             try:
-                return (await read_state(url, verify=False)).connected_workers()
+                return (await read_state(url, key=key, verify=False)).connected_workers()
             except StartupFailed:
                 return set()
 

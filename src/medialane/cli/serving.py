@@ -14,11 +14,11 @@ import platform
 import socket
 import sys
 from collections.abc import Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from medialane.config import ServerConfig
+from medialane.runtime.tasks import first_of
 from medialane.wire.listener import bind_http, bind_unix, inherited
 
 logger = logging.getLogger(__name__)
@@ -79,17 +79,9 @@ class EssentialTasks:
 
 async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """Return or raise the result of `work`; if `stop` is set first, cancel it and return None."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-    finally:
-        stopping.cancel()
-        working.cancel()
-    with suppress(asyncio.CancelledError):
-        await working
-    return None
+    working = asyncio.ensure_future(work)
+    await first_of(working, stop.wait())
+    return None if working.cancelled() else working.result()
 
 
 def http_listener(config: ServerConfig, inherited_fd: int | None, path: Path | None = None) -> socket.socket:

@@ -10,19 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from medialane.cli.workers import add_insecure, base_url, default_url, endpoint
+from medialane.cli.workers import add_insecure, default_url, gateway_at
 from medialane.config import load_config
 from medialane.gateway import metrics_key, worker_host
 from medialane.store.client import StoreClient
 from medialane.store.messages import StoreHello, StoreStatus
-from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import MedialaneError, StartupFailed
 from medialane.types.setting import format_bytes
 from medialane.wire.address import parse_unix
@@ -112,9 +110,7 @@ async def _read_store(address: str) -> StoreStatus:
     hello = StoreHello(client_id=secrets.token_hex(16))
     try:
         async with asyncio.timeout(_STORE_TIMEOUT_S):
-            client = await StoreClient.connect(
-                address, hello, RpcConfig(), holds={}, on_passed=_ignore, on_reclaim=_ignore
-            )
+            client = await StoreClient.connect(address, hello, RpcConfig())
             try:
                 await client.refresh(_STORE_TIMEOUT_S)
             finally:
@@ -126,10 +122,6 @@ async def _read_store(address: str) -> StoreStatus:
     if client.status is None:
         raise StartupFailed(f"{address}: the media store closed the connection")
     return client.status
-
-
-def _ignore(*_: object) -> None:
-    """This client has no holds."""
 
 
 async def _read(urls: Sequence[str], *, key: str, verify: bool) -> list[GatewayState | StartupFailed]:
@@ -287,31 +279,16 @@ class _Health(msgspec.Struct):
 async def read_state(url: str, *, key: str = "", verify: bool = True, timeout_s: float = _TIMEOUT_S) -> GatewayState:
     """Ask the gateway at a base URL, with the `key` of its metrics; `verify` its certificate, if it has one. Raises
     StartupFailed."""
-    url = base_url(url)
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    connector = aiohttp.TCPConnector(ssl=verify)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
-            health_status, health = await _get(session, endpoint(url, "/health"))
-            status, metrics = await _get(session, endpoint(url, "/metrics"))
-    except aiohttp.InvalidURL as error:
-        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000") from error
-    except TimeoutError as error:
-        raise StartupFailed(f"the gateway at {url} has not answered within {timeout_s:g} s") from error
-    except aiohttp.ClientError as error:
-        raise StartupFailed(f"no gateway answers at {url}: {describe_failure(error)}") from error
+    async with gateway_at(url, key, verify=verify, timeout_s=timeout_s) as gateway:
+        health_status, health = await gateway.fetch("GET", "/health")
+        status, metrics = await gateway.fetch("GET", "/metrics")
+    url = gateway.url
     if status in {401, 403}:
         wrong = "does not accept this key" if key else "needs a key"
         raise StartupFailed(f"/metrics of {url} {wrong}: set MEDIALANE_METRICS_KEY, or --metrics-key-file")
     if health_status not in {200, 503} or status != 200:
         raise StartupFailed(f"{url} is not a gateway: /health has status {health_status}, /metrics {status}")
     return parse_state(url, health, metrics)
-
-
-async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
-    async with session.get(url) as response:
-        return response.status, await response.read()
 
 
 def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import uvloop
@@ -33,7 +34,7 @@ from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability.logging import configure
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, ProcessorSource, prebuild_processor
-from medialane.runtime.linux import WARM, has_title, set_title
+from medialane.runtime.linux import WARM, exit_at_once, has_title, set_title
 from medialane.runtime.phase import READY, enter_phase, watched
 from medialane.runtime.private_files import has_one_owner
 from medialane.runtime.resources import MemoryUse, children
@@ -89,6 +90,17 @@ _MEDIA_LIBRARIES = ("pillow", "av", "soundfile", "torch", "transformers", "vllm"
 PROCESSOR_FACTORY = "medialane.vllm_bridge.learned.processor_factory:build_processor"
 
 
+class StoreParts(NamedTuple):
+    """What a store is made of, where a fake can take the place of vLLM, of preparers or of NIXL."""
+
+    processor: str = PROCESSOR_FACTORY
+    pool: Callable[..., PreparerPool] = PreparerPool
+    mover: Callable[..., NixlMover] = NixlMover
+
+
+_PARTS = StoreParts()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -139,8 +151,8 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     prebuild_processor(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
-def _factory(config: Config) -> str:
-    return PROCESSOR_FACTORY if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY
+def _factory(config: Config, processor: str = PROCESSOR_FACTORY) -> str:
+    return processor if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY
 
 
 def _factory_config(config: Config, model: str, vllm_args: Sequence[str]) -> bytes:
@@ -155,12 +167,16 @@ def _preparer_environ(
     return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
-async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
+async def serve(
+    config: Config, model: str, vllm_args: Sequence[str], address: str, *, parts: StoreParts = _PARTS
+) -> int:
+    """Serve until this process gets SIGINT or SIGTERM: 0, or NOT_NEEDED if the model takes no media. Raises
+    StartupFailed."""
     lineage = _lineage(config, model, vllm_args, address)
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
             arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
-            store = _Store(config, model, vllm_args, arena)
+            store = _Store(config, model, vllm_args, arena, parts=parts)
             takes_media = await unless_set(stop.asked, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
@@ -178,8 +194,12 @@ class _Store:
     """The components of a store. It listens before its processor is loaded and its arena prefaulted, which take many
     seconds: clients map the arena, and their items are fetched, meanwhile."""
 
-    def __init__(self, config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> None:
+    def __init__(
+        self, config: Config, model: str, vllm_args: Sequence[str], arena: Arena, *, parts: StoreParts
+    ) -> None:
         self._config = config
+        self._make_mover = parts.mover
+        self._server: StoreServer
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
         self._holds = arena.record_holds() if config.store.debug_holds else None
@@ -187,9 +207,9 @@ class _Store:
         environ = process_environ()
         self._repositories = repositories(model, vllm_args, environ) if self._prepares else []
         self._code_revision = flag_value(vllm_args, "--code-revision")
-        self._pool = PreparerPool(
+        self._pool = parts.pool(
             config.prepare,
-            factory=_factory(config),
+            factory=_factory(config, parts.processor),
             factory_config=_factory_config(config, model, vllm_args),
             arena=arena,
             media=config.media,
@@ -218,7 +238,7 @@ class _Store:
             arena, config.store, config.media, aliases=aliases, pool=self._pool, records=names.records("lease")
         )
         stack.callback(self._leases.close)
-        mover = nixl_mover(config, arena.id, arena.slot)
+        mover = nixl_mover(config, arena.id, arena.slot, self._make_mover)
         self._pulls = pulls = Pulls(
             arena,
             config.rpc,
@@ -309,8 +329,7 @@ def _log_holds(holds: HoldLog) -> None:
 def _exit_at_once() -> None:
     """Change nothing in the arena, in which clients hold entries, or may be writing to them."""
     logger.info("the next store begins with a new arena: this one exits")
-    logging.shutdown()
-    os._exit(1)
+    exit_at_once(1)
 
 
 def names_area(config: Config, arena: Arena) -> NamesArea:
@@ -319,25 +338,27 @@ def names_area(config: Config, arena: Arena) -> NamesArea:
     return NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=max_records)
 
 
-def has_rdma_devices() -> bool:
-    return any(RDMA_DEVICES.glob("*"))
+def has_rdma_devices(devices: Path = RDMA_DEVICES) -> bool:
+    return any(devices.glob("*"))
 
 
-def _wants_nixl(config: Config) -> bool:
+def _wants_nixl(config: Config, devices: Path) -> bool:
     """Whether NIXL may be used. Over TCP it is slower than tcp (`medialane bench transfer`), and open to any peer."""
     if config.store.nixl != "auto":
         return config.store.nixl == "on"
-    return not config.rpc.tls_cert and has_rdma_devices()
+    return not config.rpc.tls_cert and has_rdma_devices(devices)
 
 
-def nixl_mover(config: Config, arena: str, slot: int) -> NixlMover | None:
+def nixl_mover(
+    config: Config, arena: str, slot: int, make: Callable[..., NixlMover] = NixlMover, *, devices: Path = RDMA_DEVICES
+) -> NixlMover | None:
     """Return the mover beside tcp, if there is one; it costs nothing until it is used."""
-    if not _wants_nixl(config):
+    if not _wants_nixl(config, devices):
         return None
     if importlib.util.find_spec("nixl") is None:
         logger.info("NIXL is not installed (the extra nixl): entries of other hosts are copied by tcp")
         return None
-    return NixlMover(
+    return make(
         arena,
         config.arena.directory,
         slot=slot,

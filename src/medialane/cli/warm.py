@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         environ = given | by_imports
         request = serve_forks(listener, lambda: read_model(config, args.model, args.vllm_args, environ), supervisor)
     argv = become(request, supervisor, by_imports)
-    from medialane.vllm_bridge.warm import set_num_threads
+    from medialane.vllm_bridge.engine.plugin import set_num_threads
 
     set_num_threads(process_environ())
     from medialane.cli.main import main
@@ -93,8 +93,7 @@ def import_everything() -> None:
     probe.check("gateway")
     from medialane.cli import gateway, gateway_command, store, worker_command  # noqa: F401
     from medialane.vllm_bridge.engine import engine  # noqa: F401
-    from medialane.vllm_bridge.log_level import show_vllm_lines
-    from medialane.vllm_bridge.warm import warm_imports
+    from medialane.vllm_bridge.engine.plugin import show_vllm_lines, warm_imports
     from medialane.worker import serve  # noqa: F401
 
     show_vllm_lines()

@@ -192,24 +192,31 @@ def add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 class GatewayAdmin:
-    """The administrative interface of the gateway at the base URL `url`."""
+    """The gateway at the base URL `url`, and its administrative interface."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, has_key: bool) -> None:
         self._session = session
         self.url = url
         self._has_key = has_key
 
-    async def ask(self, kind: type[T], method: str, path: str) -> T:
-        """Return the response, decoded. Raises StartupFailed: GatewayNotAnswering if there is none."""
+    async def fetch(self, method: str, path: str) -> tuple[int, bytes]:
+        """Return status and body of a response. Raises StartupFailed: GatewayNotAnswering if there is none."""
         try:
             async with self._session.request(method, endpoint(self.url, path)) as response:
-                body = await response.read()
+                return response.status, await response.read()
         except aiohttp.InvalidURL as error:
             raise StartupFailed(f"--gateway {self.url}: not a URL such as http://127.0.0.1:8000") from error
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except TimeoutError as error:
+            late = f"has not answered within {self._session.timeout.total:g} s"
+            raise GatewayNotAnswering(f"the gateway at {self.url} {late}") from error
+        except aiohttp.ClientError as error:
             raise GatewayNotAnswering(f"no gateway answers at {self.url}: {describe_failure(error)}") from error
-        if response.status != 200:
-            raise StartupFailed(self._reason(response.status, body))
+
+    async def ask(self, kind: type[T], method: str, path: str) -> T:
+        """Return the response, decoded. Raises StartupFailed: GatewayNotAnswering if there is none."""
+        status, body = await self.fetch(method, path)
+        if status != 200:
+            raise StartupFailed(self._reason(status, body))
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
@@ -249,11 +256,20 @@ class GatewayAdmin:
 async def connected(args: argparse.Namespace) -> AsyncIterator[GatewayAdmin]:
     """Connect to the gateway of the flags of `add_gateway`. Raises StartupFailed."""
     files = {_KEY_FILE: args.admin_key_file} if args.admin_key_file is not None else {}
-    key = admin_key(load_config(files).gateway)
-    url = base_url(args.gateway)
+    async with gateway_at(args.gateway, admin_key(load_config(files).gateway), verify=not args.insecure) as gateway:
+        yield gateway
+
+
+@asynccontextmanager
+async def gateway_at(
+    url: str, key: str, *, verify: bool, timeout_s: float = _REQUEST_TIMEOUT_S
+) -> AsyncIterator[GatewayAdmin]:
+    """Connect to the gateway at a URL, which gets the key if it is not empty; `verify` its certificate, if it has one.
+    Raises StartupFailed."""
+    url = base_url(url)
     # One of several gateways that stops must not hold connections of ours: each request has one of its own.
-    connector = aiohttp.TCPConnector(ssl=not args.insecure, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(ssl=verify, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         yield GatewayAdmin(session, url, has_key=bool(key))

@@ -13,7 +13,7 @@ from medialane.cluster.child_process import (
     spawn_leader,
 )
 from medialane.cluster.local import check_join, check_join_listen
-from medialane.cluster.model_hub import Repository, fetch_files, find_on_hub, repositories
+from medialane.cluster.model_hub import ModelHub, Repository, fetch_files, find_on_hub, repositories
 from medialane.cluster.orphan_reaper import kill_members, members, send
 from medialane.cluster.placement import (
     Engines,
@@ -51,6 +51,7 @@ __all__ = [
     "ForkedChild",
     "Hardware",
     "HttpAnswers",
+    "ModelHub",
     "NotForked",
     "Observer",
     "ProcessLog",

@@ -30,7 +30,7 @@ import aiohttp
 
 from medialane.cluster.orphan_reaper import CLEANUP_S, kill_members, members, send
 from medialane.cluster.warm import WarmProcess
-from medialane.runtime.heartbeat import HangWatch, HeartbeatPipe
+from medialane.runtime.heartbeat import TICK_S, HangWatch, HeartbeatPipe
 from medialane.runtime.linux import dies_with_this_process
 from medialane.runtime.resources import OomKills
 
@@ -70,7 +70,7 @@ class ProcessSpec:
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time. `not_needed` is what is shown if it exits with that status.
 
-    One that `reloads` reads its settings again on SIGHUP.
+    One that `reloads` reads its settings again on SIGHUP. `tick_s` is that of its `HangWatch`.
 
     With `warm` it is a fork of that process if possible.
     """
@@ -87,6 +87,7 @@ class ProcessSpec:
     not_needed: str = "not needed"
     warm: WarmProcess | None = None
     reloads: bool = False
+    tick_s: float = TICK_S
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,14 @@ class ChildProcess:
     killed for that. Owns the end of `heartbeat` that is read."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes] | ForkedChild, started_at: float, heartbeat: HeartbeatPipe | None = None
+        self,
+        process: subprocess.Popen[bytes] | ForkedChild,
+        started_at: float,
+        heartbeat: HeartbeatPipe | None = None,
+        tick_s: float = TICK_S,
     ) -> None:
         self.hang: str | None = None
+        self._tick_s = tick_s
         self._process = process
         self._heartbeat = heartbeat
         self._watching = asyncio.create_task(self._end_if_it_hangs(), name=f"heartbeat of {process.pid}")
@@ -162,7 +168,13 @@ class ChildProcess:
 
     @classmethod
     def spawn(
-        cls, argv: Sequence[str], environ: Mapping[str, str], output: int, *, pass_fds: Sequence[int] = ()
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        output: int,
+        *,
+        pass_fds: Sequence[int] = (),
+        tick_s: float = TICK_S,
     ) -> ChildProcess:
         """Start `argv` with the whole environment `environ`. Its output goes to the descriptor `output`; it inherits
         `pass_fds`.
@@ -174,7 +186,7 @@ class ChildProcess:
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             process = spawn_leader(argv, {**environ, **heartbeat.environ}, output, pass_fds=passed)
-        return cls(process, started_at, heartbeat)
+        return cls(process, started_at, heartbeat, tick_s)
 
     @classmethod
     async def fork(
@@ -186,13 +198,14 @@ class ChildProcess:
         *,
         pass_fds: Sequence[int] = (),
         timeout_s: float,
+        tick_s: float = TICK_S,
     ) -> ChildProcess:
         """As `spawn`, with `argv` from the command on, as a fork of the warm process. Raises NotForked."""
         started_at, heartbeat = time.monotonic(), HeartbeatPipe()
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             pid = await warm.fork(argv, {**environ, **heartbeat.environ}, output, passed, timeout_s=timeout_s)
-        return cls(ForkedChild(pid), started_at, heartbeat)
+        return cls(ForkedChild(pid), started_at, heartbeat, tick_s)
 
     @property
     def pid(self) -> int:
@@ -256,7 +269,7 @@ class ChildProcess:
         return await self.wait()
 
     async def _end_if_it_hangs(self) -> None:
-        self.hang = await HangWatch(self.pid, self._heartbeat).hung()
+        self.hang = await HangWatch(self.pid, self._heartbeat, tick_s=self._tick_s).hung()
         self.kill()
 
     def _on_end(self) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -39,7 +39,11 @@ _OF_ALL_MODELS = frozenset({
     "gateway-header-timeout", "gateway-max-connections", "render-only", "drain-timeout",
 })  # fmt: skip
 #: Ports of which each model needs its own.
-_PORTS = ("join-listen", "peer-listen", "metrics-port")
+_PORTS: dict[str, Callable[[Config], str | int]] = {
+    "join-listen": lambda config: config.gateway.join_listen,
+    "peer-listen": lambda config: config.store.peer_listen,
+    "metrics-port": lambda config: config.worker.metrics_port,
+}
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,8 @@ def check_groups(groups: Sequence[ModelGroup], vllm_args: Sequence[str], environ
         raise StartupFailed(f"{_NOT_FOR_ROUTER} is not supported for several models: restart the name router")
     _check_different([name for group in groups for name in (*group.served_names, *adapters(group))], "model or adapter")
     _check_different([group.label for group in groups], "table")
-    for setting in _PORTS:
-        _check_different([str(port) for group in groups if (port := _port(group, setting))], f"--{setting}")
+    for setting, port_of in _PORTS.items():
+        _check_different([str(port) for group in groups if (port := port_of(group.config))], f"--{setting}")
     _check_arenas(groups)
     for group in groups:
         try:
@@ -133,16 +137,6 @@ def _check_arenas(groups: Sequence[ModelGroup]) -> None:
             total.validate()
         except StartupFailed as error:
             raise StartupFailed(f"all models together: {error.message}") from error
-
-
-def _port(group: ModelGroup, setting: str) -> str | int:
-    config = group.config
-    ports: dict[str, str | int] = {
-        "join-listen": config.gateway.join_listen,
-        "peer-listen": config.store.peer_listen,
-        "metrics-port": config.worker.metrics_port,
-    }
-    return ports[setting]
 
 
 def _check_different(values: Sequence[str], what: str) -> None:
@@ -175,11 +169,10 @@ def process_specs(
     hardware: Hardware,
     environ: Mapping[str, str],
     listener: socket.socket,
-    common_flags: Sequence[Sequence[str]],
-    router_flags: Sequence[str] = (),
+    common_flags: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the specifications of all processes; `config` and `vllm_args` are those of all models, `common_flags` are
-    for the processes of each one, `router_flags` for the name router. Raises StartupFailed."""
+    for the processes of each one and the name router. Raises StartupFailed."""
     engines = [local.engines_of(group.config) for group in groups]
     num_engines = sum(each.total for each in engines)
     specs, served = [], []
@@ -196,7 +189,7 @@ def process_specs(
             hardware=group_hardware,
             environ=environ,
             place=place,
-            common_flags=common_flags[number],
+            common_flags=common_flags,
         )
         sockets = local.http_sockets(group.config, own, group_hardware)
         served.append(ServedModel(group.name, group.served_names, tuple(map(str, sockets)), adapters(group)))
@@ -204,7 +197,7 @@ def process_specs(
         config,
         vllm_args,
         served,
-        flags=router_flags,
+        flags=common_flags,
         folder=folder,
         environ=environ,
         listener=listener,

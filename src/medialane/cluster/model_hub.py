@@ -31,23 +31,43 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CONFIGS = ("config.json", "params.json")
 
 
-def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = False) -> None:
-    """Raise StartupFailed for an invalid model name and, unless `only_name`, for a model that is not available."""
+class ModelHub(NamedTuple):
+    """A hub, and the folder of the models that were downloaded from it. It must answer within `deadline_s`."""
+
+    url: str
+    cache: str
+    is_disabled: bool = False
+    deadline_s: float = DEADLINE_S
+
+    @staticmethod
+    def of_this_host() -> ModelHub:
+        """Return the one that vLLM uses, too: by the variables of Hugging Face (HF_ENDPOINT, HF_HOME, ...)."""
+        from huggingface_hub import constants  # comes with vLLM; half a second
+
+        return ModelHub(constants.ENDPOINT, constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE)
+
+
+def find_on_hub(
+    model: str, revision: str | None = None, *, only_name: bool = False, hub: ModelHub | None = None
+) -> None:
+    """Raise StartupFailed for an invalid model name and, unless `only_name`, for a model that is not available: by
+    default on this host's hub."""
     if not is_hub_name(model):
         raise StartupFailed(f"{model} is neither an existing folder nor a valid model name")
     if only_name:
         return
-    from huggingface_hub import constants, get_token, try_to_load_from_cache  # comes with vLLM; half a second
+    from huggingface_hub import get_token, try_to_load_from_cache
 
-    if any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in _CONFIGS):
+    hub = hub or ModelHub.of_this_host()
+    if any(isinstance(try_to_load_from_cache(model, name, hub.cache, revision), str) for name in _CONFIGS):
         return
     missing = f"model {model} is neither a folder nor in this machine's cache of models"
-    if constants.HF_HUB_OFFLINE:
+    if hub.is_disabled:
         raise StartupFailed(f"{missing}, and HF_HUB_OFFLINE disables access to the hub")
-    base = f"{constants.ENDPOINT}/{model}/resolve/{revision or 'main'}"
-    why = _within(DEADLINE_S, lambda: _query(base, get_token()))
+    base, deadline_s = f"{hub.url}/{model}/resolve/{revision or 'main'}", hub.deadline_s
+    why = _within(deadline_s, lambda: _query(base, get_token(), deadline_s))
     if why is not None:
-        raise StartupFailed(f"{missing}, and the hub {constants.ENDPOINT} {why}")
+        raise StartupFailed(f"{missing}, and the hub {hub.url} {why}")
 
 
 def is_hub_name(model: str) -> bool:
@@ -55,11 +75,11 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None and not model.startswith((".", "-"))
 
 
-def _query(base: str, token: str | None) -> str | None:
+def _query(base: str, token: str | None, timeout_s: float) -> str | None:
     """Return why the hub does not provide the model; None if it does."""
     why = None
     for name in _CONFIGS:
-        why = _query_file(f"{base}/{name}", token)
+        why = _query_file(f"{base}/{name}", token, timeout_s)
         if why != _UNKNOWN:
             return why
     return why
@@ -68,11 +88,11 @@ def _query(base: str, token: str | None) -> str | None:
 _UNKNOWN = "does not have it (a private one needs HF_TOKEN)"
 
 
-def _query_file(url: str, token: str | None) -> str | None:
+def _query_file(url: str, token: str | None, timeout_s: float) -> str | None:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, headers=headers, method="HEAD")  # noqa: S310 - the operator's own hub
     try:
-        with urllib.request.urlopen(request, timeout=DEADLINE_S):  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout_s):  # noqa: S310
             return None
     except urllib.error.HTTPError as error:
         with error:
@@ -132,10 +152,22 @@ def _is_on_hub(name: str) -> bool:
     return is_hub_name(name) and not Path(name).is_dir() and not name.endswith(".gguf")
 
 
-async def fetch_files(wanted: Sequence[Repository], *, code_revision: str | None = None) -> None:
+#: Brings a repository's files, but the weights, into this host's cache; returns the folder. Raises OSError, ValueError.
+Download = Callable[[Repository], str]
+
+
+def _download(repository: Repository) -> str:
+    from huggingface_hub import snapshot_download  # comes with vLLM; half a second
+
+    return str(snapshot_download(repository.name, revision=repository.revision, ignore_patterns=_WEIGHTS))
+
+
+async def fetch_files(
+    wanted: Sequence[Repository], *, code_revision: str | None = None, download: Download = _download
+) -> None:
     """Bring the files of repositories, but their weights, and the code of others that they name, into this host's
     cache; what is there already is used if the hub cannot be reached. Raises StartupFailed."""
-    await _in_thread(lambda: _fetch_all(wanted, code_revision))
+    await _in_thread(lambda: _fetch_all(wanted, code_revision, download))
 
 
 async def _in_thread(work: Callable[[], None]) -> None:
@@ -160,21 +192,18 @@ async def _in_thread(work: Callable[[], None]) -> None:
     await done
 
 
-def _fetch_all(wanted: Sequence[Repository], code_revision: str | None) -> None:
-    folders = [_fetch(repository) for repository in wanted]
+def _fetch_all(wanted: Sequence[Repository], code_revision: str | None, download: Download) -> None:
+    folders = [_fetch(repository, download) for repository in wanted]
     code = {name for folder in folders for name in _code_repositories(folder)}
     for name in code - {repository.name for repository in wanted}:
-        _fetch(Repository(name, code_revision))
+        _fetch(Repository(name, code_revision), download)
 
 
-def _fetch(repository: Repository) -> Path:
-    from huggingface_hub import snapshot_download  # comes with vLLM; half a second
-
-    name, revision = repository
+def _fetch(repository: Repository, download: Download) -> Path:
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=_WEIGHTS))
+        return Path(download(repository))
     except (OSError, ValueError) as error:
-        raise StartupFailed(f"the files of model {name} cannot be downloaded: {error}") from error
+        raise StartupFailed(f"the files of model {repository.name} cannot be downloaded: {error}") from error
 
 
 def _code_repositories(folder: Path) -> Iterator[str]:

@@ -378,7 +378,8 @@ class ProcessSupervisor:
                     return await self._fork_once_warm(self.spec.warm, environ, output)
                 except NotForked as error:
                     logger.warning("%s is started from scratch: %s", self.spec.name, error)
-            return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
+            spec = self.spec
+            return ChildProcess.spawn(spec.argv, environ, output, pass_fds=spec.pass_fds, tick_s=spec.tick_s)
         finally:
             os.close(output)
 
@@ -403,9 +404,9 @@ class ProcessSupervisor:
         self, warm: WarmProcess, environ: Mapping[str, str], output: int, timeout_s: float
     ) -> ChildProcess | None:
         """Return None if the supervisor stops meanwhile. Raises NotForked."""
-        argv, passed = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds
+        argv, passed, tick_s = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds, self.spec.tick_s
         forking = asyncio.create_task(
-            ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s)
+            ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s, tick_s=tick_s)
         )
         self.is_forking = True
         try:

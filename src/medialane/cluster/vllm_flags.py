@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 @cache
 def flag_table() -> Mapping[str, Any]:
-    """Return the table of vLLM's flags (`vllm_bridge.flag_table`)."""
+    """Return the table of vLLM's flags (`tests/vllm_flag_table.py` makes it)."""
     table: dict[str, Any] = json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes())
     return table
 

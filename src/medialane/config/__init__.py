@@ -17,12 +17,20 @@ from medialane.config.environment import (
     vllm_defaults,
     worker_environ,
 )
-from medialane.config.loading import ModelTable, TableRules, load_config, load_models, parse_size
-from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
+from medialane.config.loading import (
+    LOG_LEVEL,
+    ModelTable,
+    TableRules,
+    load_config,
+    load_logging,
+    load_models,
+    log_level_file,
+    parse_size,
+)
 from medialane.config.settings import ClusterConfig, Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
-    "LIVE",
+    "LOG_LEVEL",
     "ClusterConfig",
     "Config",
     "ModelTable",
@@ -30,8 +38,6 @@ __all__ = [
     "SectionName",
     "ServerConfig",
     "Setting",
-    "SettingsChange",
-    "SettingsSource",
     "TableRules",
     "allowed_environ",
     "as_environ",
@@ -41,7 +47,9 @@ __all__ = [
     "foreign_environ",
     "host_environ",
     "load_config",
+    "load_logging",
     "load_models",
+    "log_level_file",
     "parse_size",
     "process_environ",
     "replace_environ",

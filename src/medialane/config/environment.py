@@ -75,7 +75,7 @@ _CLUSTER: Final = (
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleEnviron:
     """What one kind of process gets: the `variables`, and the secret settings of the sections `secrets`. One that is
     `exposed` to hostile bytes gets nothing that looks like a secret. `fixed` are values that it has in any case."""
 
@@ -93,24 +93,24 @@ _NO_TOKEN: Final = (("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"), ("HF_TOKEN_PATH", os
 _READ_LATER: Final = (
     "VLLM_API_KEY", "VLLM_CPU_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM",
-    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.warm`)
+    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.engine.plugin`)
 )  # fmt: skip
 
-ROLES: Final[Mapping[RoleName, Role]] = {
-    "warm": Role(
+ROLES: Final[Mapping[RoleName, RoleEnviron]] = {
+    "warm": RoleEnviron(
         (*_PROCESS, *_DEVICES, *_MODELS),
         exposed=True,
         # OpenBLAS starts threads when it is loaded, tokenizers at the first text; threads are not forked.
         fixed=(("OPENBLAS_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")),
     ),
-    "store": Role((*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY), frozenset({"rpc"})),
-    "worker": Role((*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, *_CLUSTER), frozenset({"rpc"})),
-    "gateway": Role(
+    "store": RoleEnviron((*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY), frozenset({"rpc"})),
+    "worker": RoleEnviron((*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, *_CLUSTER), frozenset({"rpc"})),
+    "gateway": RoleEnviron(
         (*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, "VLLM_API_KEY"), frozenset({"rpc", "gateway"})
     ),
-    "router": Role((*_PROCESS, "VLLM_API_KEY", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"), frozenset({"gateway"})),
-    "preparer": Role((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE, LOG_PROCESS), exposed=True, fixed=_NO_TOKEN),
-    "mover": Role((*_PROCESS, *_DEVICES, LOG_PROCESS), exposed=True),
+    "router": RoleEnviron((*_PROCESS, "VLLM_API_KEY", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"), frozenset({"gateway"})),
+    "preparer": RoleEnviron((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE, LOG_PROCESS), exposed=True, fixed=_NO_TOKEN),
+    "mover": RoleEnviron((*_PROCESS, *_DEVICES, LOG_PROCESS), exposed=True),
 }
 
 
@@ -195,7 +195,7 @@ def changed_imports(environ: Mapping[str, str], warm: Mapping[str, str]) -> list
     )
 
 
-def _is_allowed(name: str, role: Role, pass_env: Iterable[str]) -> bool:
+def _is_allowed(name: str, role: RoleEnviron, pass_env: Iterable[str]) -> bool:
     if name.startswith(PREFIX):
         return name in role.variables
     if _SECRET.fullmatch(name) and role.exposed:

@@ -21,6 +21,7 @@ import msgspec
 
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
+from medialane.observability.logging import LoggingConfig
 from medialane.runtime.heartbeat import VARIABLE as HEARTBEAT
 from medialane.runtime.phase import VARIABLE as PHASE_FILE
 from medialane.types.errors import StartupFailed
@@ -28,6 +29,8 @@ from medialane.types.errors import StartupFailed
 #: Names the file of settings in the environment.
 FILE: Final = PREFIX + "CONFIG"
 
+#: The setting that changes while a process runs; its value is that of all models.
+LOG_LEVEL: Final = "log-level"
 
 #: The tables of several models, in a file for `medialane serve`.
 MODELS: Final = "models"
@@ -85,6 +88,18 @@ def load_models(
     sections = tuple(sections)
     tables = [sources.table(name, table, sections=sections, rules=rules) for name, table in sources.models.items()]
     return sources.config(() if tables else sections), tables
+
+
+def log_level_file(flags: Mapping[str, Any], file: str | None, environ: Mapping[str, str]) -> str:
+    """Return the file whose level of the log counts; empty if there is none, or a flag or the environment wins."""
+    is_given = LOG_LEVEL in flags or PREFIX + LOG_LEVEL.replace("-", "_").upper() in environ
+    return "" if is_given else file or environ.get(FILE) or ""
+
+
+def load_logging(file: str) -> LoggingConfig:
+    """Return the settings of the log that are at the top of a file. Raises StartupFailed also for other settings there
+    that cannot be read."""
+    return _Sources({}, file, {}).config(("logging",)).logging
 
 
 class _Sources:

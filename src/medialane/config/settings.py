@@ -55,7 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The address on which the gateway serves HTTP."""
 
     host: str = field(default="127.0.0.1", name="host")
-    """address to listen on; 0.0.0.0 is all interfaces"""
+    """address to listen on; 0.0.0.0: all interfaces"""
     port: int = field(default=8000, name="port")
     """port to listen on"""
 
@@ -72,46 +72,44 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The number of processes, and the timeouts of starts, stops and restarts."""
 
     num_workers: NonNegativeInt = field(default=1, name="workers")
-    """vLLM workers on this machine, with --ray in the cluster; 0: only those that join (--join-listen)"""
+    """vLLM workers on this machine, with --ray in the cluster; 0: only workers that join (--join-listen)"""
     num_encoders: NonNegativeInt = field(default=0, name="encoders")
-    """vLLM workers on this machine, besides --workers, that only encode new media for the others; without KV cache"""
+    """vLLM workers on this machine, besides --workers, that only encode new media; without KV cache"""
     encoder_gpu_share: NonNegativeFloat = field(default=0.0, name="encoder-gpu-share")
-    """part of a worker's GPU memory for the encoders that share its GPUs, such as 0.2; 0: encoders have GPUs of their
-    own, with --single-gpu an equal part"""
+    """part of a worker's GPU memory for encoders that share its GPUs; 0: own GPUs, with --single-gpu an equal part"""
     num_gateways: int | Literal["auto"] = field(default=1, name="gateways")
-    """gateway processes that share the port; auto is one for four cores, at most 8"""
+    """gateway processes that share the port; auto: one per four cores, at most 8"""
     single_gpu: bool = field(default=False, name="single-gpu")
-    """let all workers share the first GPU and split its memory, one starting after another"""
+    """all workers share the first GPU and split its memory; they start one after another"""
     ray: bool = field(default=False, name="ray")
-    """let Ray place the workers on the nodes of its cluster and restart them; run it on a node of the cluster"""
+    """let Ray place and restart the workers; run the command on a node of the cluster"""
     ray_address: str = field(default="", name="address")
-    """Ray cluster to use: HOST:PORT of its head; default: RAY_ADDRESS, or the cluster of this host, else a new one"""
+    """Ray cluster: HOST:PORT of its head; default: RAY_ADDRESS, this host's cluster, or a new one"""
     gateway_nodes: Literal["head", "each"] = field(default="head", name="gateway-nodes")
-    """where gateways run with --ray: head (the node of this command) or each (all nodes that the cluster has at the
-    start, each with a store of its own)"""
+    """where gateways run with --ray: head (this node), each (all nodes at the start, each with a store)"""
     gpus_per_worker: int | Literal["auto"] = field(default="auto", name="gpus-per-worker")
-    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 for vLLM's CPU build"""
+    """GPUs that Ray reserves per worker; auto: what the vLLM flags need, 0 for vLLM's CPU build"""
     cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
-    """CPUs that Ray reserves for each worker; without a GPU, also the number of its threads"""
+    """CPUs that Ray reserves per worker; without a GPU, also its number of threads"""
     warm_start: bool = field(default=True, name="warm-start")
-    """import vLLM and read the model once per host, in a process from which gateways, workers and the store are forked;
-    no: each does so itself, which takes longer and more memory"""
+    """import vLLM and read the model once per host, in a process that the others are forked from; no: a slower start
+    and more memory"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
     """longest time until a worker has loaded its model and the gateway answers"""
     stop_timeout_s: PositiveFloat = field(default=40.0, name="stop-timeout")
     """how long a worker may take to stop before it is killed"""
     restart_initial_s: float = field(default=1.0, name="restart-initial")
-    """delay before a process that exited is restarted; doubles each time. One that had become ready is restarted at
-    once the first time, and after at most 4 s if it exits again and again"""
+    """delay before an exited process is restarted; doubles each time. A process that had been ready is restarted at
+    once the first time, then after at most 4 s"""
     restart_max_s: float = field(default=30.0, name="restart-max")
     """longest delay before a restart"""
     restart_reset_s: PositiveFloat = field(default=60.0, name="restart-reset")
-    """time without an exit after which the restart delay is reset"""
+    """time without an exit that resets the restart delay"""
     log_dir: str = field(default="", name="log-dir")
-    """folder of the processes' logs, one file each, which are appended to and kept; default: a private folder in
-    TMPDIR, kept only if the run fails (the newest five)"""
+    """folder of log files, one per process, appended to and kept; default: a folder in TMPDIR, kept only after a
+    failure (the newest five)"""
     max_log_bytes: int = field(default=16 * MIB, name="max-log-bytes")
-    """size at which a process's log file is rotated; the newer half is kept as .old"""
+    """size at which a log file is rotated; the newer half is kept as .old"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the invalid setting."""
@@ -158,8 +156,8 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What processes inherit besides the variables that they are known to need (`environment`)."""
 
     pass_env: tuple[str, ...] = field(default=(), name="pass-env")
-    """further environment variables for the processes that are started, by name or pattern (MY_MODEL_*); those that
-    look like secrets (..._KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD) are kept from preparers and the NIXL mover"""
+    """further environment variables for started processes, by name or pattern (MY_MODEL_*); secret-looking ones
+    (..._KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD) are kept from preparers and the NIXL mover"""
 
     def validate(self) -> None:
         if any("=" in name for name in self.pass_env):

@@ -9,7 +9,6 @@ from medialane.gateway.http.health import Health, health_of
 from medialane.gateway.http.media_endpoint import MediaEndpoint
 from medialane.gateway.http.metrics import (
     SCRAPE_TIMEOUT_S,
-    AskOthers,
     GatewayMetrics,
     ScrapeMiddleware,
     WorkerScrape,
@@ -17,6 +16,7 @@ from medialane.gateway.http.metrics import (
 )
 from medialane.gateway.http.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bounds
+from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake.references import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
 from medialane.gateway.operators import OperatorEndpoints, worker_host
@@ -31,14 +31,13 @@ from medialane.gateway.records import (
     RequestView,
     parse_stand_in,
     request_report,
-    request_view,
     with_media,
 )
 from medialane.gateway.request.gateway import Gateway
 from medialane.gateway.request.plain_hashes import PlainHashes
 from medialane.gateway.request.route import PromptPrefix, Route, Routes
-from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.request.store_features import StoreFeatures
+from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
+from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
 from medialane.gateway.request.transfer_paths import (
     InlineTransport,
     PullTransport,
@@ -57,7 +56,6 @@ __all__ = [
     "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
-    "AskOthers",
     "BoundedServer",
     "Encoders",
     "ExtractedMedia",
@@ -111,7 +109,8 @@ __all__ = [
     "open_scope",
     "parse_stand_in",
     "request_report",
-    "request_view",
+    "wave_bytes",
+    "wave_size",
     "with_media",
     "worker_host",
 ]

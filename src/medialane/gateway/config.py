@@ -28,56 +28,49 @@ TransportChoice = Literal["auto", "shm", "inline", MoverName]
 
 class GatewayConfig(msgspec.Struct, frozen=True):
     api_keys: SecretTexts = field(default=(), name="api-keys")
-    """the keys of which clients must send one: A,B,... or a JSON list; as vLLM's --api-key, which takes precedence, but
-    not in a command line; VLLM_API_KEY is one key"""
+    """keys for clients: A,B,... or a JSON list; VLLM_API_KEY is one key; vLLM's --api-key has precedence"""
     keys: str = field(default="", name="keys")
-    """file with the keys of tenants, instead of --api-key: a line of JSON for each, with its name, the SHA-256 hash of
-    the key, and its limits; read again when it changes"""
+    """file with tenants' keys, instead of --api-key: a JSON line each, with name, SHA-256 of the key, and limits; read
+    again when it changes"""
     require_api_key: bool = field(default=False, name="require-api-key")
     """refuse to start without an API key"""
     stage: StageChoice = field(default="auto", name="stage")
-    """what is sent to workers: features (processed tensors), decoded (the worker processes), url (the worker
-    decodes and processes), auto (features; decoded if the worker's processor differs; url if the hand-over fails)"""
+    """what workers get: features (processed tensors), decoded (media that the worker processes), url (media that it
+    also decodes), auto (features; decoded if its processor differs; url if the hand-over fails)"""
     render_only: bool = field(default=False, name="render-only")
-    """serve without workers (`medialane render`): only calls that need no engine are answered, and items have the
-    hashes that plain vLLM gives them"""
+    """serve calls that need no engine, without workers (`medialane render`); items have plain vLLM's hashes"""
     render_payload: Literal["auto", "tensors", "none", "references"] = field(default="auto", name="render-payload")
-    """what vLLM's render endpoints (`-- --enable-scale-out`) return of media items to requests without `mm_payload`:
-    tensors (as vLLM does), none, references to the features, which later requests may use instead of tensors, or auto
-    (none with --render-only, else tensors)"""
+    """media items in answers of render endpoints (`-- --enable-scale-out`) to requests without `mm_payload`: tensors
+    (as vLLM), none, references (to features, for later requests), auto (none with --render-only, otherwise tensors)"""
     encode_at: Literal["auto", "encoders", "workers"] = field(default="auto", name="encode-at")
-    """where new media are encoded if there are encoders (--encoders): encoders, workers (each request's own), or auto
-    (where that is expected to delay requests least)"""
+    """where new media are encoded if there are encoders: encoders, workers (each request's own), auto (where it delays
+    requests least)"""
     encode_timeout_s: PositiveFloat = field(default=2.0, name="gateway-encode-timeout")
-    """longest wait for an encoder; then the request is sent to its worker, which encodes"""
+    """longest wait for an encoder; then the request's worker encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
-    """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
+    """most concurrent requests with media, over all gateways of a port; more get 503"""
     tenant_share: PositiveFloat = field(default=0.5, name="gateway-tenant-share")
-    """share of --gateway-max-requests and of --gateway-max-bodies-bytes that one tenant (--keys) may have; its other
-    requests get 429"""
+    """share of --gateway-max-requests and --gateway-max-bodies-bytes for one tenant (--keys); more gets 429"""
     ttft_limit_s: NonNegativeFloat = field(default=0.0, name="gateway-ttft-limit")
-    """refuse requests whose first token would come later than so many seconds after their body has arrived, by how fast
-    those that wait are served; 0: none is refused for that"""
+    """refuse requests whose first token is expected later than this after their body has arrived; 0: none"""
     trust_headers: bool = field(default=False, name="trust-headers")
-    """accept a request's own limit from its header x-llm-d-slo-ttft-ms: for gateways behind a proxy that sets or
-    removes it"""
+    """accept a request's own limit from its header x-llm-d-slo-ttft-ms: only behind a proxy that sets or removes it"""
     queue_requests: NonNegativeInt = field(default=2048, name="gateway-queue-requests")
     """most requests that wait in the gateways of a port for an engine or a preparer, in an order that is fair to
-    tenants; 0: all wait at the engines, and none is refused"""
+    tenants; 0: all wait at the engines, none is refused"""
     queue_bytes: PositiveInt = field(default=512 << 20, name="gateway-queue-bytes")
-    """most bytes of the bodies of requests that wait there"""
+    """most bytes of the bodies of waiting requests"""
     queue_timeout_s: PositiveFloat = field(default=30.0, name="gateway-queue-timeout")
-    """longest time that a request waits there; one that would, or has, gets 503 with Retry-After"""
+    """longest wait in that queue; a request that exceeds it, or would, gets 503"""
     share_cache: bool = field(default=False, name="share-cache")
-    """where clients have keys (--keys, --api-key), have one cache for all of them: an answer tells its client then, by
-    its time and its counts of cached tokens and media, what others have sent; by default, each tenant or key has its
-    own"""
+    """one cache for all clients with keys: times and cached counts of an answer then show what others have sent; no:
+    one per tenant or key"""
     require_salt: bool = field(default=False, name="require-salt")
-    """refuse requests with media but without cache_salt: for servers that several tenants use with one API key"""
+    """refuse requests with media but without cache_salt, for several tenants with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
-    """largest request body, excluding its media (--media-max-body-bytes includes them)"""
+    """largest request body without its media (--media-max-body-bytes: with them)"""
     max_body_values: PositiveInt = field(default=20_000, name="gateway-max-body-values")
-    """most JSON values in a request body, excluding token ids of a prompt"""
+    """most JSON values in a request body, without token ids of a prompt"""
     max_body_depth: PositiveInt = field(default=100, name="gateway-max-body-depth")
     """deepest nesting of a request body's JSON"""
     max_messages: PositiveInt = field(default=2000, name="gateway-max-messages")
@@ -85,56 +78,52 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_tools: PositiveInt = field(default=256, name="gateway-max-tools")
     """most tools in a request"""
     max_prompts: PositiveInt = field(default=1024, name="gateway-max-prompts")
-    """most prompts in a request: in a list of them, conversations in a batch, or items to score"""
+    """most prompts, batched conversations or items to score in a request"""
     max_token_ids: PositiveInt = field(default=1 << 17, name="gateway-max-token-ids")
     """most token ids in a request whose prompts are token ids"""
     max_bodies_bytes: PositiveInt = field(default=2 << 30, name="gateway-max-bodies-bytes")
-    """most memory for request bodies and the media in them, over all requests and all gateways of a port together;
-    more get 503 with Retry-After"""
+    """most memory for request bodies and their media, over all gateways of a port; more get 503"""
     body_timeout_s: PositiveFloat = field(default=300.0, name="gateway-body-timeout")
-    """longest time to receive a request body, or to send tensors; a client that reads nothing of a response for this
-    time is disconnected"""
+    """longest time to receive a body or send tensors; a client that reads nothing for this time is disconnected"""
     min_body_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="gateway-min-body-rate-bytes-per-s")
-    """a client that sends a body more slowly than this gets 408, one that reads tensors more slowly is disconnected; 0
-    disables the limit"""
+    """slower bodies get 408, slower readers of tensors are disconnected; 0: no limit"""
     min_body_rate_grace_s: NonNegativeFloat = field(default=10.0, name="gateway-min-body-rate-grace")
-    """time before min_body_rate_bytes_per_s applies"""
+    """time before that applies"""
     max_header_bytes: PositiveInt = field(default=64 << 10, name="gateway-max-header-bytes")
-    """largest request header, including the request line; larger ones get 431"""
+    """largest request header, including the request line; more gets 431"""
     header_timeout_s: PositiveFloat = field(default=20.0, name="gateway-header-timeout")
-    """longest time to complete a TLS handshake, and to receive a request header"""
+    """longest time for a TLS handshake, and for a request header"""
     max_connections: PositiveInt = field(default=4096, name="gateway-max-connections")
-    """most concurrent HTTP connections of each gateway, pending TLS handshakes included, fewer if the limit of open
-    files is lower; more get 503 with Retry-After"""
+    """most HTTP connections of each gateway, pending TLS handshakes included, fewer if the limit of open files is
+    lower; more get 503"""
     reconnect_initial_s: float = field(default=0.2, name="gateway-reconnect-initial")
-    """initial delay before reconnecting to a worker"""
+    """first delay before reconnecting to a worker"""
     reconnect_max_s: float = field(default=2.0, name="gateway-reconnect-max")
     """longest delay before reconnecting to a worker"""
     join_listen: str = field(default="", name="join-listen")
-    """address at which workers join (`medialane worker --join`): HOST:PORT; several gateways of a host use this
-    port and those after it"""
+    """address at which workers join (`medialane worker --join`): HOST:PORT; further gateways of a host use the next
+    ports"""
     forget_worker_s: NonNegativeFloat = field(default=60.0, name="gateway-forget-worker")
-    """how long a worker that had joined and is lost is still reported as lost"""
+    """how long a lost worker that had joined is still reported"""
     max_joined_workers: PositiveInt = field(default=4096, name="gateway-max-joined-workers")
-    """most workers that have joined, lost ones that are still reported included; more are refused"""
+    """most joined workers, reported lost ones included; more are refused"""
     migration_limit: NonNegativeInt = field(default=3, name="migration-limit")
-    """how often a request moves to another worker because its own is lost, stalled or draining: an answer that has
-    begun goes on there, one that has not is repeated; 0 ends it with an error"""
+    """how often a request moves to another worker when its own is lost, stalled or draining: a begun answer continues,
+    others are repeated; 0: ends with an error"""
     migration_timeout_s: NonNegativeFloat = field(default=10.0, name="migration-timeout")
-    """how long a request whose worker is lost waits for another one to be ready"""
+    """how long a request of a lost worker waits for another ready one"""
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
-    """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
+    """timeout of an administrative call at a worker (sleep, pause, LoRA adapter, ...)"""
     page: bool = field(default=True, name="page")
-    """serve the page at /medialane/ and its data (/medialane/state, /medialane/requests), which show the requests of
-    all clients to those who have the admin key, or to this machine if there is none"""
+    """serve the page at /medialane/ and its data, which show all clients' requests, to whoever has the admin key, or to
+    this machine if there is none"""
     admin_key_file: str = field(default="", name="admin-key-file")
-    """file with the key, or several, one per line (or MEDIALANE_ADMIN_KEY), that administrative calls and pages about
-    other clients' requests need instead of --api-key; it is accepted everywhere"""
+    """file with keys, one per line (or MEDIALANE_ADMIN_KEY), needed for administrative calls and other clients'
+    requests; accepted everywhere"""
     admin_key: SecretText = field(default="", name="admin-key")
     """the admin key itself, instead of its file"""
     metrics_key_file: str = field(default="", name="metrics-key-file")
-    """file with the key, or several, one per line (or MEDIALANE_METRICS_KEY), that /metrics needs; without it, anyone
-    can read /metrics"""
+    """file with keys, one per line (or MEDIALANE_METRICS_KEY), that /metrics needs; none: anyone can read it"""
     metrics_key: SecretText = field(default="", name="metrics-key")
     """the metrics key itself, instead of its file"""
 
@@ -181,8 +170,7 @@ class TransferConfig(msgspec.Struct, frozen=True):
 
     transport: TransportChoice = field(default="auto", name="transport")
     """how features are sent: shm (shared memory, same host), tcp or nixl (copied by the store of the worker's host),
-    inline (bytes with the message), auto (shm if the worker has proved that it maps the arena, else copied by its
-    store, else inline)"""
+    inline (in the message), auto (shm if the worker maps the arena, else copied by its store, else inline)"""
     max_inline_bytes: NonNegativeInt = field(default=48 << 20, name="transfer-max-inline-bytes")
     """most tensor bytes of one request that are sent inline"""
 
@@ -199,16 +187,15 @@ class RecordingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the recording of traffic."""
 
     file: str = field(default="", name="record")
-    """append the requests that have ended to this file, for `medialane compare`; FILE.key has the key of its hashes"""
+    """append ended requests to this file, for `medialane compare`; FILE.key has the key of its hashes"""
     share: PositiveFloat = field(default=1.0, name="record-share")
-    """part of the conversations that is recorded, such as 0.01: whole conversations, so that what they have in common
-    is found in caches as before"""
+    """part of the conversations that is recorded (whole ones), such as 0.01"""
     media: Literal["hash", "whole"] = field(default="hash", name="record-media")
-    """hash: of media only a keyed hash and the size, from which `medialane compare` makes others of the same size;
-    whole: the media of bodies and the URLs of others, but for URLs with a query or a password, which may be secrets"""
+    """hash: a keyed hash and the size, from which `medialane compare` makes media of the same size; whole: media of
+    bodies and URLs (without URLs that have a query or a password)"""
     redact: Literal["none", "tenants", "text", "all"] = field(default="none", name="record-redact")
     """what is replaced: names of tenants, text and tool arguments (by words of the same length, equal beginnings by
-    equal ones), or all of these"""
+    equal ones), or all"""
     max_bytes: PositiveInt = field(default=1 << 30, name="record-max-bytes")
     """size of the file at which recording ends"""
 

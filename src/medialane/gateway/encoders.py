@@ -30,7 +30,7 @@ from medialane.gateway.request.transfer_paths import ShmTransport, feature_paylo
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
+from medialane.routing.encode_choice import EncodeCosts, NewItem, choose_encoder, least_loaded
 from medialane.runtime.tasks import SingleFlight, gather_or_cancel
 from medialane.types.errors import MedialaneError
 from medialane.types.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
@@ -116,16 +116,16 @@ class Encoders:
         if link is not None:
             with self._queued(link, self._costs.encode_ms(item)):
                 outcome = await self._send(link, prepared, placed, trace_headers)
-        self._metrics.count_encoder_request(outcome)
+        self._metrics.encoder_requests.labels(outcome).inc()
         return outcome
 
     def _choose(self, item: NewItem, digest: str) -> WorkerLink | None:
         links = self._ready(digest)
-        queues = [EncoderQueue(self._queue_ms.get(link, 0.0) + self._of_others_ms(link, item)) for link in links]
+        queues_ms = [self._queue_ms.get(link, 0.0) + self._of_others_ms(link, item) for link in links]
         if self._config.encode_at == "encoders":
-            number = least_loaded(item, queues, self._costs)
+            number = least_loaded(queues_ms)
         else:
-            number = choose_encoder(item, queues, self._mean_sequences(), self._costs)
+            number = choose_encoder(item, queues_ms, self._mean_sequences(), self._costs)
         return None if number is None else links[number]
 
     async def _send(

@@ -34,7 +34,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: PositiveInt = field(default=64 * MIB, name="media-max-body-bytes")
     """largest request body, including its media"""
     max_data_url_bytes: PositiveInt = field(default=20 * MIB, name="media-max-data-url-bytes")
-    """largest media item inside a request, in its base64 form"""
+    """largest media item inside a request, in base64"""
     max_image_bytes: PositiveInt = field(default=20 * MIB, name="media-max-image-bytes")
     """largest encoded image, fetched or sent"""
     max_image_pixels: PositiveInt = field(default=50_000_000, name="media-max-image-pixels")
@@ -50,60 +50,60 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_video_duration_s: PositiveFloat = field(default=3600.0, name="media-max-video-duration")
     """longest video"""
     max_video_frames: PositiveInt = field(default=36_000, name="media-max-video-frames")
-    """most frames of a video that may have to be decoded"""
+    """most frames of a video to decode"""
     max_sampled_frames: PositiveInt = field(default=768, name="media-max-sampled-frames")
-    """most frames of one video that are passed to the model"""
+    """most frames of one video passed to the model"""
     max_video_decoded_bytes: PositiveInt = field(default=512 * MIB, name="media-max-video-decoded-bytes")
-    """most memory that the sampled frames of one video may take"""
+    """most memory for the sampled frames of one video"""
     max_audio_bytes: PositiveInt = field(default=25 * MIB, name="media-max-audio-bytes")
     """largest encoded audio file, fetched or sent"""
     max_audio_duration_s: PositiveFloat = field(default=600.0, name="media-max-audio-duration")
     """longest audio"""
     max_audio_decoded_bytes: PositiveInt = field(default=256 * MIB, name="media-max-audio-decoded-bytes")
-    """most memory for the samples of one audio item, over all channels"""
+    """most memory for the samples of one audio item, all channels"""
     max_audio_channels: PositiveInt = field(default=8, name="media-max-audio-channels")
     """most audio channels"""
     max_items: PositiveInt = field(default=16, name="media-max-items")
-    """most media items of one prompt (vLLM's --limit-mm-per-prompt applies as well)"""
+    """most media items of one prompt (besides vLLM's --limit-mm-per-prompt)"""
     max_batch_items: PositiveInt = field(default=256, name="media-max-batch-items")
-    """most media items of one request with several prompts: conversations of a batch, documents to score"""
+    """most media items of one request with several prompts"""
     max_url_chars: PositiveInt = field(default=8192, name="media-max-url-chars")
     """longest media URL that is not a data: URL"""
 
     allowed_media_domains: tuple[str, ...] = field(default=(), name="allow-media-domain")
-    """hosts that media may be fetched from, exact names; none given allows every host"""
+    """the only hosts that media may be fetched from, exact names; none: every host"""
     allowed_media_networks: tuple[str, ...] = field(default=(), name="allow-media-network")
     """non-public networks (CIDR) that media may be fetched from, on any port"""
     allowed_media_ports: tuple[int, ...] = field(default=(80, 443, 8000, 8080, 8443), name="media-allowed-ports")
     """ports of public addresses that media may be fetched from"""
     allowed_local_media_path: str | None = field(default=None, name="allowed-local-media-path")
-    """folder that file: URLs may refer to; without it file: URLs are refused"""
+    """folder that file: URLs may refer to; none: file: URLs are refused"""
     allow_rdma: bool = field(default=False, name="allow-media-rdma")
-    """read images that clients have published for RDMA reads (NVIDIA Dynamo's nixl_connect), by NIXL; only if all
-    clients are trusted: it lets them have memory of other processes read"""
+    """read images published for RDMA (NVIDIA Dynamo's nixl_connect) by NIXL; only if all clients are trusted: they can
+    have memory of other processes read"""
 
     image_fetch_timeout_s: PositiveFloat = field(default=10.0, name="media-image-fetch-timeout")
-    """longest time to fetch one image, including redirects and retry; its host may be silent until then. The wait for a
-    place among --media-max-fetches, as long at most, is not included"""
+    """longest time to fetch one image, with redirects and retry, without the wait for a place among --media-max-fetches
+    (as long at most)"""
     audio_fetch_timeout_s: PositiveFloat = field(default=20.0, name="media-audio-fetch-timeout")
     """the same for one audio item"""
     video_fetch_timeout_s: PositiveFloat = field(default=30.0, name="media-video-fetch-timeout")
     """the same for one video"""
     min_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="media-min-rate-bytes-per-s")
-    """while other hosts wait for a place among --media-max-fetches, a fetch slower than this loses its own (503
-    `media_overloaded`); 0 disables this"""
+    """while other hosts wait for a place among --media-max-fetches, slower fetches lose theirs (503
+    `media_overloaded`); 0: not"""
     min_rate_grace_s: NonNegativeFloat = field(default=2.0, name="media-min-rate-grace")
-    """time that a fetch has before --media-min-rate-bytes-per-s applies"""
+    """time that a fetch has before that applies"""
     max_redirects: NonNegativeInt = field(default=3, name="media-max-redirects")
     """most redirects of one fetch"""
     max_fetches: PositiveInt = field(default=128, name="media-max-fetches")
-    """most concurrent fetches; one that gets no place in time fails with 503 `media_overloaded`"""
+    """most concurrent fetches; without a place in time: 503 `media_overloaded`"""
     max_fetches_per_host: PositiveInt = field(default=32, name="media-max-fetches-per-host")
-    """most concurrent fetches from one media host; fewer when few places are free"""
+    """most concurrent fetches from one host; fewer when few places are free"""
     max_cached_urls: NonNegativeInt = field(default=16384, name="media-max-cached-urls")
-    """most URLs whose content hash is cached, as their cache headers allow"""
+    """most URLs with a cached content hash, as their cache headers allow"""
     max_fresh_s: NonNegativeFloat = field(default=86400.0, name="media-max-fresh")
-    """longest time that a URL's content is considered fresh, whatever its headers"""
+    """longest time that a URL's content is considered fresh, whatever its headers say"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the first invalid setting."""

@@ -107,10 +107,6 @@ class Received:
     freshness: Freshness
     validators: Validators | None
 
-    def __repr__(self) -> str:
-        content = "not modified" if self.content_hash is None else self.content_hash[:12]
-        return f"Received({content}, {self.freshness})"
-
 
 class HttpSource:
     """Fetches over HTTP. Created inside a running loop; the creator closes it."""

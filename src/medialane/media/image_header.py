@@ -361,12 +361,8 @@ def oriented_size(data: bytes | bytearray | memoryview, config: MediaConfig) -> 
         "image/jpeg": _is_upright_jpeg,
         "image/png": _is_upright_png,
         "image/webp": _is_upright_webp,
-    }.get(sniffed.media_type, _is_unknown)(view)
+    }.get(sniffed.media_type, lambda _: False)(view)
     return MediaSize(width=sniffed.width, height=sniffed.height) if is_stored else None
-
-
-def _is_unknown(_view: memoryview) -> bool:
-    return False
 
 
 def _is_upright_jpeg(view: memoryview) -> bool:

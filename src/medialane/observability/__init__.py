@@ -3,7 +3,15 @@
 `tracing` is not imported here: only gateways need OpenTelemetry.
 """
 
-from medialane.observability.collectors import Memory, memory_metric, store_metrics
+from medialane.observability.collectors import (
+    exit_metrics,
+    prediction_metrics,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    up_metrics,
+    wait_metrics,
+)
 from medialane.observability.logging import (
     ACCESS_LOGGER,
     JsonFormatter,
@@ -15,46 +23,40 @@ from medialane.observability.logging import (
     configure,
     configure_child,
     is_access_line,
-    is_json,
     request_id,
-    set_level,
     trace_id,
-    trace_of,
     unchanged_levels,
-    write_line,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline, Step, TimelineReport
-from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror, MetricReader
+from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
+from medialane.observability.worker_metrics import MetricMirror, MetricReader, engine_metrics
 
 __all__ = [
     "ACCESS_LOGGER",
     "MAX_STEPS",
-    "WORKER_LABEL",
     "JsonFormatter",
     "LimitedHandler",
-    "LiveStage",
     "LogProcess",
     "LoggingConfig",
-    "Memory",
     "MetricMirror",
     "MetricReader",
     "Metrics",
     "PlainFormatter",
     "StageTimeline",
-    "Step",
     "TimelineReport",
     "as_text",
     "configure",
     "configure_child",
+    "engine_metrics",
+    "exit_metrics",
     "is_access_line",
-    "is_json",
-    "memory_metric",
+    "prediction_metrics",
+    "queue_metrics",
     "request_id",
-    "set_level",
+    "routing_metrics",
     "store_metrics",
     "trace_id",
-    "trace_of",
     "unchanged_levels",
-    "write_line",
+    "up_metrics",
+    "wait_metrics",
 ]

@@ -25,7 +25,7 @@ from medialane.types.stats import (
 Memory = tuple[Mapping[str, str], Mapping[ProcessKind, int]]
 
 
-def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     """Return a gauge with one sample for each value of its label."""
     return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
 
@@ -42,27 +42,26 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str
 
 def queue_metrics(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
     """Yield the series of the requests that wait in this gateway."""
-    text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
-    yield gauge("medialane_queue_requests", text, "queue", {name: stats.num_requests for name, stats in queues.items()})
-    text = (
-        "In which time all requests that wait in this gateway will have been sent, by the pace of the last ones: 0"
-        " until some had to wait"
+    text = "Requests that wait in this gateway for an engine or a preparer"
+    yield _gauge(
+        "medialane_queue_requests", text, "queue", {name: stats.num_requests for name, stats in queues.items()}
     )
-    yield gauge("medialane_queue_seconds", text, "queue", {name: stats.expected_s for name, stats in queues.items()})
-    text = "How long the oldest request that waits in this gateway has waited"
-    yield gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
+    text = "Expected time until all requests that wait in this gateway are sent; 0 until some had to wait"
+    yield _gauge("medialane_queue_seconds", text, "queue", {name: stats.expected_s for name, stats in queues.items()})
+    text = "Wait of the oldest request that waits in this gateway"
+    yield _gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
 
 
 def wait_metrics(waits: WaitStats) -> Iterator[Metric]:
     """Yield the series of waits."""
     text = (
-        "How long the last request of this gateway that has begun at a worker had waited in its engine; 0 while none"
-        " waits there. Left out: the request's own prefill, and what waits in gateways"
+        "Wait in the worker's engine of the last request that began there, without its prefill or the gateway's queue;"
+        " 0 while none waits there"
     )
-    yield gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
+    yield _gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
     text = (
-        "How long requests wait for engines: the oldest one in this gateway's queue, and the last one that has begun at"
-        " the worker with the shortest wait. Missing while no worker accepts requests"
+        "Wait for engines: of the oldest request in this gateway's queue, plus of the last one that began at the worker"
+        " with the shortest wait. Missing while no worker accepts requests"
     )
     yield GaugeMetricFamily("medialane_expected_wait_seconds", text, value=waits.expected_s)
 
@@ -70,8 +69,8 @@ def wait_metrics(waits: WaitStats) -> Iterator[Metric]:
 def memory_metric(memory: Iterable[Memory]) -> Metric:
     """Return the memory of processes."""
     text = (
-        "Memory by kind of process: proportional set size, in which a page that n processes share counts 1/n. Without"
-        " shared memory (medialane_arena_bytes), page tables, and the process of `medialane serve`"
+        "Memory by kind of process: proportional set size, without shared memory (medialane_arena_bytes), page tables,"
+        " and the process of `medialane serve`"
     )
     family = Metric("medialane_process_memory_bytes", text, "gauge")
     for labels, sizes in memory:
@@ -95,17 +94,15 @@ def _pulls(stats: PullStats) -> Iterator[Metric]:
     yield _counter(
         "medialane_store_pulled_bytes", "Bytes of entries copied from other hosts' stores", "mover", stats.num_bytes
     )
-    yield _counter(
-        "medialane_store_failed_pulls", "Copies from other hosts' stores that have failed", "mover", stats.num_failed
-    )
-    text = "Ranges that a failed copy may still write to, and that are not reused before it has ended"
+    yield _counter("medialane_store_failed_pulls", "Failed copies from other hosts' stores", "mover", stats.num_failed)
+    text = "Ranges that a failed copy may still write to; not reused until it has ended"
     yield GaugeMetricFamily("medialane_store_quarantined_ranges", text, value=stats.num_quarantined)
 
 
 def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
     text = (
-        "Embeddings (encoder outputs) found in shared memory, filled by an engine, dropped as no engine wrote them; and"
-        " searches that waited for another engine"
+        "Embeddings (encoder outputs) found in shared memory, filled by an engine, dropped as no engine wrote them;"
+        " waited: for another engine"
     )
     yield _counter(
         "medialane_store_embeddings",
@@ -118,8 +115,8 @@ def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
             "waited": stats.num_waited,
         },
     )
-    text = "Ranges for embeddings: reserved for an engine; revoked, and freed when a process no longer writes there"
-    yield gauge(
+    text = "Ranges for embeddings: reserved for an engine; revoked, freed when no process writes there"
+    yield _gauge(
         "medialane_store_embedding_ranges",
         text,
         "state",
@@ -128,14 +125,14 @@ def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
 
 
 def _leases(stats: MediaLeaseStats) -> Iterator[Metric]:
-    text = "Media that clients have sent once, and that are kept for them until their leases end"
+    text = "Media that clients have sent once and that are kept until their leases end"
     yield GaugeMetricFamily("medialane_store_leased_media", text, value=stats.num_leases)
-    text = "Bytes of media that are kept for clients, uploads included, and how many there may be (--media-lease-share)"
-    yield gauge("medialane_store_leased_bytes", text, "kind", {"leased": stats.num_bytes, "limit": stats.max_bytes})
+    text = "Bytes of media kept for clients, uploads included, and their limit (--media-lease-share)"
+    yield _gauge("medialane_store_leased_bytes", text, "kind", {"leased": stats.num_bytes, "limit": stats.max_bytes})
 
 
 def _arena(stats: ArenaStats) -> Iterator[Metric]:
-    yield gauge(
+    yield _gauge(
         "medialane_arena_bytes",
         "Shared memory by state: size is the total, cached may be evicted, pinned is held by leases",
         "kind",
@@ -147,7 +144,7 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
             "pinned": stats.pinned_bytes,
         },
     )
-    yield gauge(
+    yield _gauge(
         "medialane_arena_media_bytes",
         "Shared memory in use by kind of entry",
         "kind",
@@ -164,19 +161,19 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
 
 
 def _preparers(stats: PoolStats) -> Iterator[Metric]:
-    yield gauge(
+    yield _gauge(
         "medialane_preparers", "Preparer processes", "state", {"alive": stats.num_alive, "busy": stats.num_busy}
     )
     yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
     text = (
-        "Expected time of the waiting items in preparers, divided by the number of preparers. Left out: what is being"
-        " fetched, and items in preparation"
+        "Expected preparation time of the waiting items, divided by the number of preparers. Without items that are"
+        " being fetched or prepared"
     )
     yield GaugeMetricFamily("medialane_preparer_queue_seconds", text, value=stats.queue_s)
     yield CounterMetricFamily(
         "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
     )
-    text = "Fork servers, which preparers are forked from, replaced after they exited or hung"
+    text = "Fork servers of preparers replaced after they exited or hung"
     yield CounterMetricFamily("medialane_forkserver_restarts", text, value=stats.num_forkserver_restarts)
     yield _counter(
         "medialane_preparer_jobs",
@@ -188,7 +185,7 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
 
 def exit_metrics(exits: Mapping[str, ProcessExits]) -> Iterator[Metric]:
     """Yield the series of the ends of the host's processes."""
-    text = "Ends of processes that are then restarted, by cause: exited (or drained), killed because they hung"
+    text = "Ends of processes that are restarted, by cause: exited (or drained), hung (killed)"
     family = CounterMetricFamily("medialane_process_exits", text, labels=("process", "cause"))
     for name, each in exits.items():
         family.add_metric((name, "exited"), each.num - each.num_hung)
@@ -211,36 +208,48 @@ def routing_metrics(stats: RoutingStats) -> Iterator[Metric]:
         "Media items predicted to be in encoder caches",
         value=stats.num_encoder_items,
     )
-    text = "Prompts with fewer cached tokens than predicted, or whose blocks were never reported as stored"
+    text = "Prompts with fewer cached tokens than predicted, or with blocks never reported as stored"
     yield _counter(
         "medialane_routing_missed_predictions",
         text,
         "kind",
         {"fewer_cached": stats.num_unexplained, "never_stored": stats.num_never_stored},
     )
-    text = "Routing decisions whose request was cancelled, failed or rerouted before it was sent"
+    text = "Routing decisions whose request was not sent: cancelled, failed or rerouted"
     yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
     text = "Age of a worker's latest KV event when the worker reported it"
-    yield gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
-    text = "Gaps in a worker's KV events that required a snapshot, since the worker was last connected"
+    yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
+    text = "Gaps in a worker's KV events that required a snapshot, since its last connection"
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
+
+
+def prediction_metrics(modalities: Iterable[str]) -> Iterator[Metric]:
+    """Yield the modalities of which headers follow from the size of the media."""
+    text = "1 for a modality of which the tokens of an item are known from the size of its media"
+    yield _gauge("medialane_headers_predicted", text, "modality", dict.fromkeys(modalities, 1.0))
+
+
+def up_metrics(up: Mapping[str, float]) -> Iterator[Metric]:
+    """Yield which gateways of the host respond, by index."""
+    text = "1 for a gateway that has responded to this scrape, 0 for one whose last values are exposed"
+    yield _gauge("medialane_gateway_up", text, "gateway", up)
 
 
 def connection_metrics(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     """Yield the series of this gateway's connections to workers."""
-    yield gauge(
+    yield _gauge(
         "medialane_worker_connected",
         "1 for a worker that this gateway is connected to",
         "worker",
         {e.worker_id: float(e.ready) for e in endpoints},
     )
-    yield gauge(
+    yield _gauge(
         "medialane_worker_in_flight",
         "Requests of this gateway in flight at a worker",
         "worker",
         {e.worker_id: e.num_in_flight for e in endpoints},
     )
-    text = "1 for how media reach a connected worker: shm, pull (by the store of its host), inline"
+    text = "1 for how media reach a connected worker: shm, pull (by its host's store), inline"
     paths = GaugeMetricFamily("medialane_worker_transport", text, labels=["worker", "transport"])
     for endpoint in endpoints:
         if endpoint.ready:
@@ -263,28 +272,28 @@ def worker_metrics(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     for endpoint in endpoints:
         role.add_metric([endpoint.worker_id, endpoint.role], 1.0)
     yield role
-    text = "1 for a worker that keeps its encoder's outputs, 0 and the reason for another"
+    text = "1 for a worker that keeps its encoder's outputs, otherwise 0 and the reason"
     kept = GaugeMetricFamily("medialane_worker_keeps_embeddings", text, labels=["worker", "reason"])
     for endpoint in endpoints:
         if endpoint.card is not None:
             is_kept = endpoint.card.encoder is not None
             kept.add_metric([endpoint.worker_id, endpoint.card.no_embeddings], float(is_kept))
     yield kept
-    yield gauge(
+    yield _gauge(
         "medialane_worker_running",
-        "Requests running in a worker's engine, as it has last reported",
+        "Requests running in a worker's engine, as last reported",
         "worker",
         {e.worker_id: e.load.num_running for e in endpoints},
     )
-    yield gauge(
+    yield _gauge(
         "medialane_worker_waiting",
-        "Requests waiting in a worker's engine, as it has last reported",
+        "Requests waiting in a worker's engine, as last reported",
         "worker",
         {e.worker_id: e.load.num_waiting for e in endpoints},
     )
-    yield gauge(
+    yield _gauge(
         "medialane_worker_kv_usage_ratio",
-        "KV-cache utilisation of a worker, 0 to 1, as it has last reported",
+        "KV-cache utilisation of a worker, 0 to 1, as last reported",
         "worker",
         {e.worker_id: e.load.kv_usage for e in endpoints},
     )

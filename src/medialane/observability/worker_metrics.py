@@ -154,7 +154,7 @@ class MetricMirror:
                 yield self._families[series.family], series, value
 
 
-def collect(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
+def engine_metrics(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
     """Yield the families of all workers, each once, with the worker's address as a label."""
     merged: dict[str, Metric] = {}
     for worker, mirror in mirrors.items():

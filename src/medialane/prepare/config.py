@@ -15,11 +15,11 @@ GIB = 1024 * 1024 * 1024
 
 class PrepareConfig(msgspec.Struct, frozen=True):
     num_preparers: NonNegativeInt = field(default=0, name="preparers")
-    """processes that decode and process media; 0 is the number of cores minus one, at least 1"""
+    """processes that decode and process media; 0: number of cores minus one, at least 1"""
     queue_limit: PositiveInt = field(default=256, name="prepare-queue-limit")
-    """most items that wait for a preparer; more get 503 with Retry-After"""
+    """most items that wait for a preparer; more get 503"""
     queue_timeout_s: PositiveFloat = field(default=30.0, name="prepare-queue-timeout")
-    """longest wait for a preparer, then 503 with Retry-After"""
+    """longest wait for a preparer, then 503"""
     image_timeout_s: PositiveFloat = field(default=10.0, name="prepare-image-timeout")
     """longest time to decode and process one image; then its preparer is killed"""
     audio_timeout_s: PositiveFloat = field(default=20.0, name="prepare-audio-timeout")
@@ -29,11 +29,11 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     start_timeout_s: PositiveFloat = field(default=120.0, name="prepare-start-timeout")
     """longest time to load and warm up the model's processor"""
     memory_limit_bytes: NonNegativeInt = field(default=4 * GIB, name="prepare-memory-limit-bytes")
-    """most address space that a preparer may add to its initial size; 0 disables the limit"""
+    """most address space that a preparer may add to its initial size; 0: no limit"""
     max_jobs_per_preparer: NonNegativeInt = field(default=1000, name="prepare-max-jobs-per-preparer")
-    """jobs after which a preparer is replaced, so that a takeover by a hostile file ends; 0 is never"""
+    """jobs after which a preparer is replaced, which ends a takeover by a hostile file; 0: never"""
     max_preparer_age_s: NonNegativeFloat = field(default=300.0, name="prepare-max-preparer-age")
-    """seconds after its first job after which a preparer is replaced, also if it is idle; 0 is never"""
+    """age after its first job at which a preparer is replaced; 0: never"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the first invalid setting."""

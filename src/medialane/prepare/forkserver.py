@@ -62,7 +62,7 @@ from medialane.prepare.preparer import Preparer
 from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, allow_reader, available
 from medialane.runtime.heartbeat import BEAT_S
-from medialane.runtime.linux import set_title
+from medialane.runtime.linux import exit_at_once, set_title
 from medialane.types.errors import MedialaneError, StartupFailed
 from medialane.wire.child_channel import receive, send
 
@@ -245,7 +245,7 @@ def run_forked(control: socket.socket, store_pid: int, processor: Processor, san
     except BaseException:  # noqa: BLE001 - logged and stopped here; the pool detects the exit
         traceback.print_exc()
     finally:
-        _exit(status)
+        exit_at_once(status)
 
 
 def main(argv: list[str]) -> int:
@@ -278,12 +278,5 @@ def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Pr
     return 0
 
 
-def _exit(status: int) -> NoReturn:
-    """Skip interpreter shutdown: nothing here needs it, and the engine's libraries print errors during it."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    _exit(main(sys.argv[1:]))
+    exit_at_once(main(sys.argv[1:]))

@@ -43,14 +43,14 @@ from medialane.prepare.messages import (
     SetupFailed,
     decode_control_report,
 )
-from medialane.prepare.preparer_process import PidfdProcess, PreparerLost, PreparerProcess, end_process
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, available, read_into
 from medialane.runtime.heartbeat import HangWatch
 from medialane.runtime.resources import OomKills
 from medialane.runtime.tasks import Backoff, first_of
 from medialane.types.errors import StartupFailed
-from medialane.wire.child_channel import ChannelToChild, child_channel
+from medialane.wire.child_channel import ChannelToChild, PidfdProcess, child_channel, end_process
 
 logger = logging.getLogger(__name__)
 

@@ -26,15 +26,14 @@ from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, l
 from medialane.prepare.job_queue import Job, JobResult, JobValue
 from medialane.prepare.messages import (
     BlankDescribed,
-    Copied,
     DescribeBlank,
     Done,
+    FreeTensors,
     ItemMeasured,
     JobFailed,
     JobReport,
     MeasureItem,
     NeedRange,
-    NoRange,
     ProbeItem,
     ProcessItem,
     Range,
@@ -184,7 +183,7 @@ class JobRunner:
         try:
             reservation = self._reserve(job, nbytes, need)
         except MedialaneError:
-            await preparer.send(NoRange(job_id))
+            await preparer.send(FreeTensors(job_id))
             raise
         tensors = describe(reservation.range, need.specs)
         if preparer.writes_arena:
@@ -192,7 +191,7 @@ class JobRunner:
             _expect(Done, await preparer.receive(), job_id)
         else:
             await self._copy(preparer, need, tensors)
-            await preparer.send(Copied(job_id))
+            await preparer.send(FreeTensors(job_id))
         feature = Feature(job.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
 

@@ -16,15 +16,15 @@ channel.
           <---------------------- Forked + pidfd | ForkFailed
 
 *Jobs*, store <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. A preparer keeps a
-job's tensors until Copied or NoRange; the store may send the next job before that.
+job's tensors until FreeTensors; the store may send the next job before that.
 
     store                         preparer
           <---------------------- PreparerReady, once: it has mapped the arena and confined itself
     ProcessItem ----------------> decodes, processes
           <---------------------- NeedRange | JobFailed
-    Copied | NoRange -----------> frees its tensors: the store has copied them, or has no space
+    FreeTensors ----------------> frees its tensors: the store has copied them, or has no space
 
-If the kernel does not let the store read a preparer's memory, the preparer copies (Range instead of Copied):
+If the kernel does not let the store read a preparer's memory, the preparer copies (Range instead of FreeTensors):
 
     Range ----------------------> copies its tensors into the range
           <---------------------- Done | JobFailed
@@ -191,11 +191,9 @@ class Range(msgspec.Struct, frozen=True, tag=True):
     range: ArenaRange
 
 
-class Copied(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
+class FreeTensors(msgspec.Struct, frozen=True, tag=True):
+    """The store has copied the job's tensors, or has no space for them."""
 
-
-class NoRange(msgspec.Struct, frozen=True, tag=True):
     job_id: int
 
 
@@ -242,7 +240,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
 
 #: Requests that begin a job.
 ItemRequest = ProcessItem | ProbeItem | MeasureItem | DescribeBlank
-JobRequest = ItemRequest | Range | Copied | NoRange
+JobRequest = ItemRequest | Range | FreeTensors
 JobReport = PreparerReady | NeedRange | Done | ItemMeasured | BlankDescribed | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()

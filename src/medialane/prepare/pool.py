@@ -19,6 +19,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 from medialane.arena import Arena, Lease
 from medialane.media import MediaConfig
@@ -133,7 +134,7 @@ class PreparerPool:
         stays cached.
         """
         media = encoded.value
-        lease = await self._submit(
+        prepared = await self._submit(
             Job(
                 lambda job_id: ProcessItem(job_id, media, io, options),
                 encoded.duplicate(),
@@ -144,9 +145,7 @@ class PreparerPool:
                 timeline=timeline,
             )
         )
-        if not isinstance(lease, Lease):
-            raise RuntimeError("a preparation job has no result")
-        return lease
+        return cast("Lease[Feature]", prepared)
 
     async def probe_item(self, encoded: Lease[EncodedMedia]) -> None:
         """Raise what decoding this item would raise for the file's header (`media.probe`).
@@ -161,9 +160,7 @@ class PreparerPool:
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
         size = await self._submit(self._opening(encoded, lambda job_id: MeasureItem(job_id, encoded.value, io)))
-        if not isinstance(size, MediaSize):
-            raise RuntimeError("a measurement has no result")
-        return size
+        return cast("MediaSize", size)
 
     async def describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
         """Return what items of this size (as decoded) have in common that are processed with these options; None if
@@ -180,7 +177,7 @@ class PreparerPool:
                 timeout_s=self._config.job_timeout_s(modality),
             )
         )
-        return described if isinstance(described, Described) else None
+        return cast("Described | None", described)
 
     def _opening(self, encoded: Lease[EncodedMedia], ask: Callable[[int], ItemRequest]) -> Job:
         """Return a job that only opens the item."""

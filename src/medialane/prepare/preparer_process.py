@@ -1,5 +1,4 @@
-"""The store's handles on processes, which may not end by themselves: `PidfdProcess`, and `PreparerProcess` for a
-preparer and its job channel.
+"""The store's handle on a preparer and its job channel.
 
 The exit of a preparer is detected by its pidfd, which the fork server passes to the store: only then is it certain that
 it does not write into the arena any more.
@@ -9,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -28,53 +24,7 @@ from medialane.prepare.messages import (
     frame_length,
 )
 from medialane.prepare.sandbox import read_into
-
-#: How long a killed process may take to exit. It takes a millisecond unless it hangs inside the kernel.
-KILL_TIMEOUT_S = 10.0
-
-
-class PidfdProcess:
-    """A child process, or one forked by another process. Owns a pidfd: it becomes readable when the kernel has
-    terminated the process, so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called
-    then; that of a child reaps it, others are reaped by their parent, or by init."""
-
-    def __init__(self, pid: int, pidfd: int, on_exit: Callable[[], object] = lambda: None) -> None:
-        self.pid = pid
-        self.exited = asyncio.Event()
-        self.on_exit = on_exit
-        self._pidfd = pidfd
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(pidfd, self._note_exit)
-
-    def kill(self) -> None:
-        """Send SIGKILL. Raises ProcessLookupError if the process has exited."""
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; 0 only checks. Raises ProcessLookupError if the process has exited."""
-        if self.exited.is_set():
-            raise ProcessLookupError
-        signal.pidfd_send_signal(self._pidfd, number)
-
-    def _note_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.exited.set()
-        self.on_exit()
-
-
-async def end_process(process: PidfdProcess, grace_s: float) -> bool:
-    """Wait up to `grace_s` for the process to exit, then kill it. Returns False if the kernel did not terminate it
-    within KILL_TIMEOUT_S."""
-    for timeout_s in (grace_s, KILL_TIMEOUT_S):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await process.exited.wait()
-                return True
-        with suppress(ProcessLookupError):  # it has exited, and the loop has not noticed yet
-            process.kill()
-    return False
-
+from medialane.wire.child_channel import PidfdProcess, end_process
 
 logger = logging.getLogger(__name__)
 

@@ -87,21 +87,20 @@ class FactoryConfig(msgspec.Struct, frozen=True):
 
 
 #: A factory for the pool that loads no model: its fork server starts at once.
-NO_PROCESSOR_FACTORY = "medialane.prepare.processor:build_no_processor"
+NO_PROCESSOR_FACTORY = "medialane.prepare.processor:NoProcessor"
 
 _REFUSAL = "this model does not support media"
 
 
-def build_no_processor(_config: bytes) -> NoProcessor:
-    """Factory for stage `url`, in which preparers only probe items before workers decode them (`media.probe`)."""
-    return NoProcessor()
-
-
 class NoProcessor:
-    """A `Processor` that refuses every item: for stage `url` and for text-only models."""
+    """A `Processor` that refuses every item: for stage `url`, in which preparers only probe items before workers decode
+    them (`media.probe`), and for text-only models."""
 
     files = ()
     settings: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, _config: bytes = b"") -> None:
+        """As other factories; it needs no configuration."""
 
     def enter_forkserver(self) -> None:
         """It uses no library."""

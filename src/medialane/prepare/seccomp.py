@@ -105,14 +105,16 @@ def install() -> None:
     """
     if not is_known():
         raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
-    program = b"".join(struct.pack("<HBBI", *insn) for insn in _program(*_COLUMNS[platform.machine()], os.getpid()))
+    program = assemble(platform.machine(), os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
     if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0):
         raise last_error("seccomp")
 
 
-def _program(column: int, arch: int, pid: int) -> list[_Insn]:
+def assemble(machine: str, pid: int) -> bytes:
+    """Return the filter of the process `pid` for an architecture of the table, an array of struct sock_filter."""
+    column, arch = _COLUMNS[machine]
     program = [
         _Insn(_LOAD, 0, 0, _ARCH),
         _Insn(_JUMP_EQUAL, 1, 0, arch),
@@ -126,7 +128,7 @@ def _program(column: int, arch: int, pid: int) -> list[_Insn]:
         program += _if_call(numbers[column], [_Insn(_RETURN, 0, 0, _RET_ALLOW)])
     for name, rule in _rules(pid).items():
         program += _if_call(_CONDITIONAL[name][column], rule)
-    return [*program, _fail(errno.EPERM)]
+    return b"".join(struct.pack("<HBBI", *insn) for insn in [*program, _fail(errno.EPERM)])
 
 
 def _rules(pid: int) -> dict[str, list[_Insn]]:

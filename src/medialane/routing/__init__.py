@@ -2,19 +2,16 @@
 
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
-from medialane.routing.prediction import PredictionCounts
-from medialane.routing.routed_request import AnnouncedReservation, RoutedRequest
+from medialane.routing.encode_choice import EncodeCosts, NewItem, choose_encoder, least_loaded
+from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest
 from medialane.routing.router import Router
 from medialane.routing.slots import RoutingRequest
 
 __all__ = [
-    "AnnouncedReservation",
+    "AnnouncedRequest",
     "BlockIndex",
     "EncodeCosts",
-    "EncoderQueue",
     "NewItem",
-    "PredictionCounts",
     "RoutedRequest",
     "Router",
     "RoutingConfig",

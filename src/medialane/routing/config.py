@@ -21,46 +21,45 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     router: PolicyName = field(default="cost", name="router")
-    """routing policy: cost (lowest expected time to first token, by caches and load), prefix-only (the longest
-    cached prefix), least-loaded, round-robin, random"""
+    """cost (lowest expected time to first token, by caches and load), prefix-only (longest cached prefix),
+    least-loaded, round-robin, random"""
     prefill_ms_per_token: NonNegativeFloat = field(default=0.05, name="routing-prefill-ms-per-token")
-    """cost of a prompt token that is not in the KV cache, ms"""
+    """cost of a prompt token that is not in the KV cache"""
     encoder_ms_per_token: NonNegativeFloat = field(default=0.03, name="routing-encoder-ms-per-token")
-    """cost of encoding one embedding of an item that is in no cache, besides its prefill, ms"""
+    """cost of encoding one embedding of an uncached item, besides its prefill"""
     load_ms_per_mib: NonNegativeFloat = field(default=0.1, name="routing-load-ms-per-mib")
-    """cost of each MiB of an item's embeddings that a worker copies from the arena to its device instead of encoding
-    the item, ms"""
+    """cost of a MiB of embeddings copied from the arena to the device instead of encoding"""
     request_ms: NonNegativeFloat = field(default=5.0, name="routing-request-ms")
-    """cost of any request besides its tokens, ms"""
+    """cost of any request besides its tokens"""
     contention_weight: NonNegativeFloat = field(default=2.0, name="routing-contention-weight")
-    """weight of a ms of computing relative to a ms of waiting: computing what another worker has cached delays
-    other requests; 0 duplicates a prompt that is in flight elsewhere at once"""
+    """weight of computing relative to waiting: recomputing what another worker has cached delays others; 0 duplicates a
+    prompt in flight elsewhere at once"""
     running_ms: NonNegativeFloat = field(default=0.2, name="routing-running-ms")
-    """cost of each running sequence, ms"""
+    """cost of each running sequence"""
     over_capacity_ms: NonNegativeFloat = field(default=25.0, name="routing-over-capacity-ms")
-    """cost of each sequence beyond max_num_seqs, which waits for another to finish, ms"""
+    """cost of each sequence beyond max_num_seqs"""
     kv_pressure_ms: NonNegativeFloat = field(default=200.0, name="routing-kv-pressure-ms")
-    """cost of a KV cache completely filled by running sequences, ms"""
+    """cost of a KV cache completely filled by running sequences"""
     kv_pressure_threshold: NonNegativeFloat = field(default=0.8, name="routing-kv-pressure-threshold")
     """KV-cache utilisation above which that cost rises linearly from zero"""
     local_ms_per_mib: NonNegativeFloat = field(default=0.02, name="routing-local-ms-per-mib")
-    """cost of a MiB transferred to a worker that maps the shared memory, ms"""
+    """cost of a MiB transferred to a worker that maps the arena"""
     remote_ms: NonNegativeFloat = field(default=0.5, name="routing-remote-ms")
-    """fixed cost of a transfer to any other worker, ms"""
+    """fixed cost of a transfer to any other worker"""
     remote_ms_per_mib: NonNegativeFloat = field(default=1.0, name="routing-remote-ms-per-mib")
-    """cost of each MiB of such a transfer, ms"""
+    """cost of each MiB of such a transfer"""
     session_ms: NonNegativeFloat = field(default=2.0, name="routing-session-ms")
-    """bonus of the worker that served the session's last request, ms"""
+    """bonus of the worker that served the session's last request"""
     session_ttl_s: PositiveFloat = field(default=600.0, name="routing-session-ttl")
     """how long a session without requests is remembered"""
     max_sessions: PositiveInt = field(default=100_000, name="routing-max-sessions")
     """most sessions that are remembered"""
     temperature_ms: NonNegativeFloat = field(default=0.0, name="routing-temperature-ms")
-    """0 selects the lowest cost; else a worker is sampled with weight exp(-cost / temperature), ms"""
+    """0: the lowest cost; otherwise a worker is sampled with weight exp(-cost / temperature)"""
     max_in_flight: NonNegativeInt = field(default=0, name="routing-max-in-flight")
-    """most concurrent requests of this gateway at one worker; 0 disables the limit"""
+    """most concurrent requests of this gateway at one worker; 0: no limit"""
     pending_ttl_s: PositiveFloat = field(default=60.0, name="routing-pending-ttl")
-    """how long a prompt in flight counts as cached at its worker without KV events that confirm it"""
+    """how long a prompt in flight counts as cached without KV events that confirm it"""
     store_grace_s: PositiveFloat = field(default=10.0, name="routing-store-grace")
     """how long after the first token the KV events of a prompt may arrive"""
 

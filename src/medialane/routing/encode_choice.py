@@ -36,15 +36,6 @@ class NewItem(NamedTuple):
     embedding_bytes: int = 0
 
 
-class EncoderQueue(NamedTuple):
-    """An encoder that accepts items. `queue_ms` is the work that is queued there, `EncodeCosts.encode_ms` of each item
-    that was sent and is not encoded; `transfer_ms_per_mib` is that of its results to the host of the gateway, if it has
-    another arena."""
-
-    queue_ms: float = 0.0
-    transfer_ms_per_mib: float = 0.0
-
-
 class EncodeCosts(NamedTuple):
     """Rates, in milliseconds: `request_ms` is that of an encode request besides its embeddings."""
 
@@ -59,33 +50,30 @@ class EncodeCosts(NamedTuple):
     def encode_ms(self, item: NewItem) -> float:
         return item.num_embeds * self.embed_ms
 
-    def encoder_ms(self, item: NewItem, encoder: EncoderQueue) -> float:
-        """Return the cost of an item at an encoder."""
-        mib = item.embedding_bytes / _MIB
-        moving_ms = mib * (self.load_ms_per_mib + encoder.transfer_ms_per_mib)
-        return self.request_ms + encoder.queue_ms + self.encode_ms(item) + moving_ms
+    def encoder_ms(self, item: NewItem, queue_ms: float) -> float:
+        """Return the cost of an item at an encoder where work of `queue_ms` waits: `encode_ms` of each item that was
+        sent there and is not encoded."""
+        load_ms = item.embedding_bytes / _MIB * self.load_ms_per_mib
+        return self.request_ms + queue_ms + self.encode_ms(item) + load_ms
 
     def worker_ms(self, item: NewItem, num_sequences: float) -> float:
         """Return the cost of an item at a worker, with that of the sequences that it delays there."""
         return self.encode_ms(item) * (1 + _DELAY_WEIGHT * num_sequences)
 
 
-def choose_encoder(
-    item: NewItem, encoders: Sequence[EncoderQueue], num_sequences: float, costs: EncodeCosts
-) -> int | None:
-    """Return the number of the encoder that encodes the item at the lowest cost, or None: the worker encodes it.
+def choose_encoder(item: NewItem, queues_ms: Sequence[float], num_sequences: float, costs: EncodeCosts) -> int | None:
+    """Return the number of the encoder that encodes the item at the lowest cost, by their queues, or None: the worker
+    encodes it.
 
     `num_sequences` are those at the worker, running or waiting, of all gateways; since the worker is chosen after that,
     the mean over all of them (`Router.mean_sequences`).
     """
-    number = least_loaded(item, encoders, costs)
-    if number is None or costs.encoder_ms(item, encoders[number]) > costs.worker_ms(item, num_sequences):
+    number = least_loaded(queues_ms)
+    if number is None or costs.encoder_ms(item, queues_ms[number]) > costs.worker_ms(item, num_sequences):
         return None
     return number
 
 
-def least_loaded(item: NewItem, encoders: Sequence[EncoderQueue], costs: EncodeCosts) -> int | None:
-    """Return the number of the encoder with the lowest cost, whatever the worker's is; None if there is none."""
-    if not encoders:
-        return None
-    return min(range(len(encoders)), key=lambda number: costs.encoder_ms(item, encoders[number]))
+def least_loaded(queues_ms: Sequence[float]) -> int | None:
+    """Return the number of the encoder with the shortest queue, whatever the worker costs; None if there is none."""
+    return min(range(len(queues_ms)), key=queues_ms.__getitem__, default=None)

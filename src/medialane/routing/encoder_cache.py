@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CachedItem:
     num_embeds: int
     num_pins: int = 0
     is_computed: bool = False
@@ -30,7 +30,7 @@ class EncoderCacheModel:
     def __init__(self, capacity: int, on_drop: Callable[[str], None]) -> None:
         self.capacity = capacity
         self._on_drop = on_drop
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _CachedItem] = {}
         self._unpinned: OrderedDict[str, None] = OrderedDict()
         self.num_embeds = 0  # of all cached items
 
@@ -43,7 +43,7 @@ class EncoderCacheModel:
             return False
         entry = self._entries.get(mm_hash)
         if entry is None:
-            entry = self._entries[mm_hash] = _Entry(num_embeds)
+            entry = self._entries[mm_hash] = _CachedItem(num_embeds)
             self.num_embeds += num_embeds
         entry.num_pins += 1
         self._unpinned.pop(mm_hash, None)

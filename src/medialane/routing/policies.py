@@ -38,24 +38,23 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
 
 
 class Policy:
-    """Scores slots and selects one: the lowest score, or with a temperature at random. `initial` is the row of the
-    slots' table with the initial scores, `rates` the other terms; `seed` is for sampling."""
+    """Scores slots and selects one: the lowest score, or with a temperature at random; `seed` is for that. A score is
+    the initial one, which the slots' table has, and the other terms by their rates."""
 
     def __init__(
         self,
-        initial: int,
-        rates: Rates,
+        name: PolicyName,
         *,
+        costs: CostModel,
         slots: SlotTable,
         index: BlockIndex,
         pending: PendingBlocks,
         seed: int | None,
     ) -> None:
+        self._initial, self._rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
         self._slots = slots
         self._index = index
         self._pending = pending
-        self._initial = initial
-        self._rates = rates
         self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._last = -1  # the slot selected last
         self._candidates = -1
@@ -144,20 +143,6 @@ class Policy:
             alternatives.append((self._slots[slot], score, _tokens(cached, slot)))
             scores[slot] = np.inf
         return alternatives
-
-
-def policy(
-    name: PolicyName,
-    *,
-    costs: CostModel,
-    slots: SlotTable,
-    index: BlockIndex,
-    pending: PendingBlocks,
-    seed: int | None,
-) -> Policy:
-    """Return the policy of this name; `seed` is for those that sample."""
-    initial, rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
-    return Policy(initial, rates, slots=slots, index=index, pending=pending, seed=seed)
 
 
 def _covering(prefixes: Prefixes, num_tokens: int) -> int:

@@ -34,15 +34,9 @@ _WARN_INTERVAL_S: Final = 300.0
 
 
 class PredictionCounts(msgspec.Struct):
-    """Totals since the start. Tokens are those of requests whose engine reported cached tokens; `num_unexplained`
-    requests had fewer cached tokens than predicted although nothing was evicted; the last blocks of `num_never_stored`
-    prompts were never reported."""
+    """Totals since the start: `num_unexplained` requests had fewer cached tokens than predicted although nothing was
+    evicted; the last blocks of `num_never_stored` prompts were never reported."""
 
-    num_reported: int = 0
-    predicted_tokens: int = 0
-    reported_tokens: int = 0
-    num_fewer: int = 0
-    num_more: int = 0
     num_unexplained: int = 0
     num_stored: int = 0
     num_never_stored: int = 0
@@ -170,16 +164,10 @@ class PredictionMonitor:
             self._judge(expected.slot, is_good=expected.was_stored)
 
     def _compare(self, expected: Expectation, reported_tokens: int) -> None:
-        counts, predicted = self.counts, expected.predicted_tokens
-        counts.num_reported += 1
-        counts.predicted_tokens += predicted
-        counts.reported_tokens += reported_tokens
-        counts.num_fewer += reported_tokens < predicted
-        counts.num_more += reported_tokens > predicted
         if expected.prefix_id is None or expected.was_evicted:
             return
-        is_good = reported_tokens >= predicted - expected.block_size
-        counts.num_unexplained += not is_good
+        is_good = reported_tokens >= expected.predicted_tokens - expected.block_size
+        self.counts.num_unexplained += not is_good
         self._judge(expected.slot, is_good=is_good)
 
     def _judge(self, watched: _SlotOutcomes, *, is_good: bool) -> None:

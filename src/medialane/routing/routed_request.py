@@ -1,14 +1,12 @@
-"""A request from the router's choice until its release.
-
-Its reservation is what it occupies at its slot: a queue position until its first token, and one in flight until its
-end; of another gateway's request, the queue position.
+"""A request from the router's choice until its release: what it occupies at its slot is a queue position until its
+first token, and one in flight until its end; of another gateway's request, the queue position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from cachetools import TTLCache
@@ -24,37 +22,83 @@ from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.retry_after import Places
 from medialane.types.stats import MAX_ITEMS, PendingWork
 
-
-class SentRequest(NamedTuple):
-    """A request that was sent: the decision, and its reservation (None: the slot had left)."""
-
-    decision: RoutingDecision
-    reservation: Reservation | None
+#: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
+#: (`worker.block_table`), and event loops under load lag. Long enough for that, and short compared with the turnover
+#: time of a cache.
+_EVENT_DELAY_S: Final = 0.5
 
 
 @dataclass
 class RouterState:
-    """State shared by the router and its requests. `sessions` has the worker of each session's last request;
-    `num_unsent` are the decisions whose request ended without having been sent."""
+    """What the router and its requests share. `sessions` has the worker of each session's last request; `num_unsent`
+    are the decisions whose request ended without having been sent."""
 
     policy: PolicyName
     costs: CostModel
-    slots: SlotState
+    slots: SlotTable
+    index: BlockIndex
+    pending: PendingBlocks
+    caches: EncoderCaches
+    predictions: PredictionMonitor
     sessions: TTLCache[str, WorkerRank]
     places: Places
     num_unsent: int = 0
 
-    def begin(self, scoring_input: ScoringInput, choice: Choice, slot: Slot) -> SentRequest:
-        """Explain a choice, and count the request at its slot."""
-        request = scoring_input.request
-        terms = self.costs.terms(scoring_input, slot, choice.tokens)
-        decision = _explain(scoring_input, choice, slot, terms, policy=self.policy)
-        if request.session_id is not None:
-            self.sessions[request.session_id] = slot.place
-        if not self.slots.slots.is_current(slot):
-            return SentRequest(decision, None)
-        reservation = self.slots.reserve(slot, request, terms, is_reported=choice.is_reported)
-        return SentRequest(decision, reservation)
+    def announced(self, slot: Slot, work: PendingWork) -> AnnouncedRequest:
+        """Count a request that another gateway has sent to the slot, which must not have left."""
+        self.pending.expire()
+        prefix = self.pending.add_stored(slot.number, np.frombuffer(work.block_ids, "<u8").tolist())
+        pinned = self.caches.pin(slot.number, work.items)
+        self.slots.queue(slot, work.work_ms, announced=True)
+        return AnnouncedRequest(self, slot, work.work_ms, prefix, pinned)
+
+    def end_pending(self, prefix: PendingPrefix, *, is_computed: bool) -> None:
+        """End the pending prefix of a request. If it is computed, and the slot has not reported its last block yet, the
+        KV events may still be in transit: then it ends a little later."""
+        if is_computed and prefix.ids and not self.index.holds(prefix.slot, prefix.ids[-1]):
+            self.pending.shorten_deadline(prefix, _EVENT_DELAY_S)
+        else:
+            self.pending.forget(prefix)
+
+
+@dataclass(slots=True, eq=False)
+class AnnouncedRequest:
+    """A queued request of another gateway. The owner must call `end`."""
+
+    _state: RouterState
+    _slot: Slot
+    _work_ms: float
+    _prefix: PendingPrefix
+    _pinned: list[str]
+    _is_ended: bool = False
+
+    def end(self, *, is_computed: bool) -> None:
+        """Release everything: the request has its first token (`is_computed`), or has ended without one. Its blocks
+        count a little longer if their KV events may still be in transit. Idempotent; may be called after the slot has
+        left."""
+        state, slot = self._state, self._slot
+        if self._is_ended or not state.slots.is_current(slot):
+            return
+        self._is_ended = True
+        state.slots.unqueue(slot, self._work_ms)
+        state.slots.finish(slot, announced=True)
+        state.caches.unpin(slot.number, self._pinned, computed=is_computed)
+        state.end_pending(self._prefix, is_computed=is_computed)
+
+
+@dataclass(slots=True, eq=False)
+class _Occupied:
+    """What a request has at its slot. `on_dequeued` tells other gateways, if they know of it, that it has its first
+    token, or never will."""
+
+    work_ms: float
+    expected: Expectation
+    prefix: PendingPrefix
+    items: list[tuple[str, int]]
+    pinned: list[str]
+    on_dequeued: Callable[[bool], None] | None = None
+    is_queued: bool = True
+    is_computed: bool = False
 
 
 class RoutedRequest:
@@ -65,66 +109,112 @@ class RoutedRequest:
     and pins its items in the encoder cache there; until its release it is in flight, and blocks that the worker has not
     reported yet count as pending.
 
-    The request's scope must call `release`. All three methods are idempotent and may be called after the slot has left;
-    without `begin`, or after `release`, they only count that the request was not sent.
+    The request's scope must call `release`. All methods are idempotent but for `announce`, and may be called after the
+    slot has left; without `begin`, or after `release`, they only count that the request was not sent.
     """
 
     def __init__(self, state: RouterState, scoring_input: ScoringInput, choice: Choice, slot: Slot) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
+        self.is_sent = False
         self._state = state
-        self._pending: tuple[ScoringInput, Choice, Slot] | None = (scoring_input, choice, slot)
-        self._sent: SentRequest | None = None
-        self._is_sent = self._is_released = False
+        self._slot = slot
+        self._pending: tuple[ScoringInput, Choice] | None = (scoring_input, choice)
+        self._decision: RoutingDecision | None = None
+        self._occupied: _Occupied | None = None
+        self._is_released = False
 
     @property
     def decision(self) -> RoutingDecision:
         """The choice and its reason. Raises RuntimeError before `begin`."""
-        if self._sent is None:
+        if self._decision is None:
             raise RuntimeError("the request has not begun")
-        return self._sent.decision
+        return self._decision
 
     @property
     def has_begun(self) -> bool:
-        return self._sent is not None
-
-    @property
-    def is_sent(self) -> bool:
-        return self._is_sent
+        return self._decision is not None
 
     def begin(self, *, is_sent: bool = True) -> bool:
         """Count the request at its slot, the first time, which returns True. With `is_sent` False it is about to be
         sent: call this again once it was."""
-        is_first = self._pending is not None
-        if self._pending is not None:
-            self._sent = self._state.begin(*self._pending)
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._begin(*pending)
             self._state.places.take(self)
-        self._is_sent |= is_sent and self._sent is not None
-        return is_first
+        self.is_sent |= is_sent and self.has_begun
+        return pending is not None
 
     def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
-        """See `Reservation.announce`. To be called right after `begin`."""
-        if self._sent is not None and self._sent.reservation is not None and self._sent.reservation.is_queued:
-            self._sent.reservation.announce(send)
+        """Announce the request to other gateways by `send`, and its end by the function that it returns. To be called
+        at most once, right after `begin`."""
+        if (occupied := self._occupied) is not None and occupied.is_queued:
+            ids, items = np.array(occupied.prefix.ids, "<u8").tobytes(), tuple(occupied.items[:MAX_ITEMS])
+            occupied.on_dequeued = send(PendingWork(self.rank, ids, items, occupied.work_ms))
 
     def prefilled(self, num_cached_tokens: int | None, *, waited_s: float | None = None) -> None:
         """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them), and
         it has waited for so long in the engine, if that is known."""
-        if self._sent is not None and self._sent.reservation is not None and self._sent.reservation.is_queued:
-            self._sent.reservation.prefilled(num_cached_tokens, waited_s=waited_s)
+        if (occupied := self._occupied) is not None and occupied.is_queued:
+            if waited_s is not None:
+                self._slot.wait_s = waited_s
+            self._unqueue(occupied, computed=True)
+            self._state.predictions.prefilled(occupied.expected, num_cached_tokens)
 
     def release(self) -> None:
         """Release what the request holds; it has finished, failed or been aborted."""
         if self._is_released:
             return
         self._is_released = True
-        self._state.places.free(self)
-        self._state.num_unsent += not self._is_sent
         self._pending = None
-        if self._sent is not None and self._sent.reservation is not None:
-            self._sent.reservation.release()
+        self._state.places.free(self)
+        self._state.num_unsent += not self.is_sent
+        occupied, self._occupied = self._occupied, None
+        if occupied is None:
+            return
+        if occupied.is_queued:
+            self._unqueue(occupied, computed=False)
+            self._state.predictions.drop(occupied.expected)
+        if self._state.slots.is_current(self._slot):
+            self._state.end_pending(occupied.prefix, is_computed=occupied.is_computed)
+            self._state.slots.finish(self._slot)
+
+    def _begin(self, scoring_input: ScoringInput, choice: Choice) -> None:
+        """Explain the choice, and count the request at its slot unless that has left."""
+        state, slot, request = self._state, self._slot, scoring_input.request
+        terms = state.costs.terms(scoring_input, slot, choice.tokens)
+        self._decision = _explain(scoring_input, choice, slot, terms, policy=state.policy)
+        if request.session_id is not None:
+            state.sessions[request.session_id] = slot.place
+        if state.slots.is_current(slot):
+            self._occupied = self._occupy(request, terms, is_reported=choice.is_reported)
+
+    def _occupy(self, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> _Occupied:
+        """`is_reported`: its cached prefix there was reported by the worker, not inferred from requests in flight."""
+        state, slot = self._state, self._slot
+        block_size, block_ids = request.blocks_at(slot.card)
+        expected = state.predictions.sent(
+            slot.number,
+            block_ids,
+            block_size=block_size,
+            num_usable=min(len(block_ids), request.num_usable(block_size)),
+            num_held=terms.cached_tokens // block_size,
+            is_reported=is_reported,
+        )
+        prefix = state.pending.add(slot.number, block_ids)
+        items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
+        pinned = state.caches.pin(slot.number, items)
+        state.slots.queue(slot, terms.work_ms)
+        return _Occupied(terms.work_ms, expected, prefix, items, pinned)
+
+    def _unqueue(self, occupied: _Occupied, *, computed: bool) -> None:
+        occupied.is_queued, occupied.is_computed = False, computed
+        if occupied.on_dequeued is not None:
+            occupied.on_dequeued(computed)
+        if self._state.slots.is_current(self._slot):
+            self._state.slots.unqueue(self._slot, occupied.work_ms)
+            self._state.caches.unpin(self._slot.number, occupied.pinned, computed=computed)
 
 
 def _explain(
@@ -159,133 +249,3 @@ def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> 
     if choice.slot == scoring_input.session_slot:
         return "worker of the session's last request"
     return "lowest load"
-
-
-#: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
-#: (`worker.block_table`), and event loops under load lag. Long enough for that, and short compared with the turnover
-#: time of a cache.
-_EVENT_DELAY_S: Final = 0.5
-
-
-@dataclass(frozen=True)
-class SlotState:
-    """All of the router's state about its slots."""
-
-    slots: SlotTable
-    index: BlockIndex
-    pending: PendingBlocks
-    caches: EncoderCaches
-    predictions: PredictionMonitor
-
-    def reserve(self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> Reservation:
-        """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
-        the worker, not inferred from requests in flight."""
-        block_size, block_ids = request.blocks_at(slot.card)
-        expected = self.predictions.sent(
-            slot.number,
-            block_ids,
-            block_size=block_size,
-            num_usable=min(len(block_ids), request.num_usable(block_size)),
-            num_held=terms.cached_tokens // block_size,
-            is_reported=is_reported,
-        )
-        prefix = self.pending.add(slot.number, block_ids)
-        items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
-        pinned = self.caches.pin(slot.number, items)
-        self.slots.queue(slot, terms.work_ms)
-        return Reservation(self, slot, terms.work_ms, expected, prefix, items, pinned)
-
-    def reserve_announced(self, slot: Slot, work: PendingWork) -> AnnouncedReservation:
-        """Count a request that another gateway has sent to the slot, which must not have left."""
-        self.pending.expire()
-        prefix = self.pending.add_stored(slot.number, np.frombuffer(work.block_ids, "<u8").tolist())
-        pinned = self.caches.pin(slot.number, work.items)
-        self.slots.queue(slot, work.work_ms, announced=True)
-        return AnnouncedReservation(self, slot, work.work_ms, prefix, pinned)
-
-    def end_pending(self, prefix: PendingPrefix, *, is_computed: bool) -> None:
-        """End the pending prefix of a request. If it is computed, and the slot has not reported its last block yet, the
-        KV events may still be in transit: then it ends a little later."""
-        if is_computed and prefix.ids and not self.index.holds(prefix.slot, prefix.ids[-1]):
-            self.pending.shorten_deadline(prefix, _EVENT_DELAY_S)
-        else:
-            self.pending.forget(prefix)
-
-
-@dataclass(slots=True, eq=False)
-class AnnouncedReservation:
-    """A queued request of another gateway. The owner must call `end`."""
-
-    _state: SlotState
-    _slot: Slot
-    _work_ms: float
-    _prefix: PendingPrefix
-    _pinned: list[str]
-    _is_ended: bool = False
-
-    def end(self, *, is_computed: bool) -> None:
-        """Release everything: the request has its first token (`is_computed`), or has ended without one. Its blocks
-        count a little longer if their KV events may still be in transit. Idempotent; may be called after the slot has
-        left."""
-        state, slot = self._state, self._slot
-        if self._is_ended or not state.slots.is_current(slot):
-            return
-        self._is_ended = True
-        state.slots.unqueue(slot, self._work_ms)
-        state.slots.finish(slot, announced=True)
-        state.caches.unpin(slot.number, self._pinned, computed=is_computed)
-        state.end_pending(self._prefix, is_computed=is_computed)
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Both methods are idempotent and may be called after the slot has left. The owner must call `release`."""
-
-    _state: SlotState
-    _slot: Slot
-    _work_ms: float
-    _expected: Expectation
-    _prefix: PendingPrefix
-    _items: list[tuple[str, int]]
-    _pinned: list[str]
-    _on_dequeued: Callable[[bool], None] | None = None
-    is_queued: bool = True
-    _is_computed: bool = False
-    _is_released: bool = False
-
-    def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
-        """Announce the request to other gateways by `send`, and its end by the function that it returns. To be called
-        at most once, while the request is queued."""
-        ids, items = np.array(self._prefix.ids, "<u8").tobytes(), tuple(self._items[:MAX_ITEMS])
-        self._on_dequeued = send(PendingWork(self._slot.place[1], ids, items, self._work_ms))
-
-    def prefilled(self, num_cached_tokens: int | None, *, waited_s: float | None = None) -> None:
-        """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them), and
-        it has waited for so long in the engine, if that is known."""
-        if self.is_queued:
-            if waited_s is not None:
-                self._slot.wait_s = waited_s
-            self._unqueue(computed=True)
-            self._state.predictions.prefilled(self._expected, num_cached_tokens)
-
-    def release(self) -> None:
-        """Release the slot's resources; the request has finished, failed or been aborted."""
-        if self._is_released:
-            return
-        self._is_released = True
-        if self.is_queued:
-            self._unqueue(computed=False)
-            self._state.predictions.drop(self._expected)
-        if not self._state.slots.is_current(self._slot):
-            return
-        self._state.end_pending(self._prefix, is_computed=self._is_computed)
-        self._state.slots.finish(self._slot)
-
-    def _unqueue(self, *, computed: bool) -> None:
-        self.is_queued = False
-        self._is_computed = computed
-        if self._on_dequeued is not None:
-            self._on_dequeued(computed)
-        if self._state.slots.is_current(self._slot):
-            self._state.slots.unqueue(self._slot, self._work_ms)
-            self._state.caches.unpin(self._slot.number, self._pinned, computed=computed)

@@ -20,9 +20,9 @@ from medialane.routing.block_index import BlockIndex, PendingBlocks
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.policies import policy
+from medialane.routing.policies import Policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
-from medialane.routing.routed_request import AnnouncedReservation, RoutedRequest, RouterState, SlotState
+from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
 from medialane.routing.slots import RoutingRequest, SlotTable, WorkerRank
 from medialane.types.errors import NoWorkerReady
 from medialane.types.kv_events import BlockIds, KvChange
@@ -56,13 +56,17 @@ class Router:
         self._places = Places(clock=clock)
         costs = CostModel(config)
         self._state = RouterState(
-            policy=config.router,
-            costs=costs,
-            slots=SlotState(self._slots, self.index, self._pending, self._caches, self._predictions),
-            sessions=self._sessions,
-            places=self._places,
+            config.router,
+            costs,
+            self._slots,
+            self.index,
+            self._pending,
+            self._caches,
+            self._predictions,
+            self._sessions,
+            self._places,
         )
-        self._policy = policy(
+        self._policy = Policy(
             config.router, costs=costs, slots=self._slots, index=self.index, pending=self._pending, seed=seed
         )
 
@@ -169,10 +173,10 @@ class Router:
         """Forget the worker's encoder cache contents: it was cleared."""
         self._caches.clear(self._slots[slot].number)
 
-    def announced(self, slot: int, work: PendingWork) -> AnnouncedReservation:
+    def announced(self, slot: int, work: PendingWork) -> AnnouncedRequest:
         """Count a request that another gateway has sent to the worker. The caller must end the result, unless the slot
         leaves before."""
-        return self._state.slots.reserve_announced(self._slots[slot], work)
+        return self._state.announced(self._slots[slot], work)
 
     def pick(self, request: RoutingRequest) -> RoutedRequest:
         """Select a slot for this request. The caller must call `begin` right after sending it, and `release` in any
@@ -215,7 +219,7 @@ class Router:
         if not any(not slot.draining for slot in self._slots):
             return NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
         if not self._slots.serving(request):
-            return NoWorkerReady("no worker serves this model, adapter or rank", retry_after_s=5)
+            return NoWorkerReady("no worker serves this adapter or rank", retry_after_s=5)
         message = "all workers have reached their limit of requests"
         return NoWorkerReady(message, retry_after_s=self._places.promise())
 

@@ -95,10 +95,9 @@ class Slot:
         waiting = self.load.num_waiting - self.num_queued
         return min(waiting, self.num_sequences - self.num_in_flight) if waiting > 0 else 0
 
-    def serves(self, model: str | None, *, lora: bool) -> bool:
-        if self.card is None:
-            return True
-        return model in (None, self.card.model) and (not lora or self.card.max_loras != 0)
+    @property
+    def serves_adapters(self) -> bool:
+        return self.card is None or self.card.max_loras != 0
 
 
 class SlotTable:
@@ -109,7 +108,7 @@ class SlotTable:
         self._slots: list[Slot | None] = []
         self._by_place: dict[WorkerRank, Slot] = {}
         self._by_worker: dict[str, set[int]] = {}
-        self._serving: dict[tuple[str | None, bool, int | None], int] = {}
+        self._serving: dict[tuple[bool, int | None], int] = {}
         self._request_ms = config.request_ms
         #: Tokens per KV block, of all slots; changes only when a slot joins or leaves.
         self.block_sizes: tuple[int, ...] = ()
@@ -193,13 +192,13 @@ class SlotTable:
         return candidates
 
     def serving(self, request: RoutingRequest) -> int:
-        """Return the bit mask of the slots that serve the model, the adapter and the rank, open or not."""
-        asked = (request.model, request.lora is not None, request.rank)
+        """Return the bit mask of the slots that serve the adapter and the rank, open or not."""
+        asked = has_adapter, rank = (request.lora is not None, request.rank)
         slots = self._serving.get(asked)
         if slots is None:
-            model, lora, rank = asked
-            slots = sum(1 << s.number for s in self if rank in (None, s.place[1]) and s.serves(model, lora=lora))
-            if slots:  # clients may request any name: cache only what is served, so that the cache is bounded
+            of_rank = (slot for slot in self if rank in (None, slot.place[1]))
+            slots = sum(1 << slot.number for slot in of_rank if slot.serves_adapters or not has_adapter)
+            if slots:  # clients may request any rank: cache only what is served, so that the cache is bounded
                 self._serving[asked] = slots
         return slots
 
@@ -301,8 +300,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
     `block_ids` are those of its full blocks, in order, by the tokens per block: at least one size, and every one that a
     worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a worker
-    on another host. `lora` is the adapter's name with its version, `model` the model that the worker must serve, `rank`
-    the data-parallel rank that the client requested (None: any). `excluded` are workers that must not be chosen.
+    on another host. `lora` is the adapter's name with its version, `rank` the data-parallel rank that the client
+    requested (None: any). `excluded` are workers that must not be chosen.
     """
 
     block_ids: dict[int, BlockIds]
@@ -310,7 +309,6 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     media: tuple[MediaSpan, ...] = ()
     handover_bytes: int = 0
     lora: str | None = None
-    model: str | None = None
     session_id: str | None = None
     rank: int | None = None
     excluded: frozenset[str] = frozenset()

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import field
@@ -15,6 +15,9 @@ from msgspec import field
 from medialane.runtime.phase import show_stopping
 from medialane.runtime.tasks import first_of
 from medialane.types.setting import NonNegativeFloat, check_bounds
+
+if TYPE_CHECKING:  # stores and workers have no HTTP server
+    import uvicorn
 
 DRAIN_TIMEOUT_S = 10.0
 #: For the error responses of requests that have not ended when the drain's time is over.
@@ -26,8 +29,8 @@ class StopConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How gateways, workers, encoders and stores stop."""
 
     drain_timeout_s: NonNegativeFloat = field(default=DRAIN_TIMEOUT_S, name="drain-timeout")
-    """how long a process that is to stop (SIGTERM, `medialane workers drain`) lets what is running end, taking no new
-    work; then answers of a worker go on at another one, if any is ready, and answers of a gateway end with an error"""
+    """how long a stopping process (SIGTERM, `medialane workers drain`) lets requests end, accepting none; then a
+    worker's answers continue at another ready one, a gateway's end with an error"""
 
     def validate(self) -> None:
         check_bounds(self)
@@ -62,17 +65,8 @@ def stopped_by_signals() -> Iterator[Stop]:
             loop.remove_signal_handler(number)
 
 
-class Server(Protocol):
-    """uvicorn's."""
-
-    should_exit: bool
-    force_exit: bool
-
-    async def serve(self, sockets: list[socket.socket]) -> None: ...
-
-
 async def serve_until_stopped(
-    server: Server, sock: socket.socket, stop: Stop, *, drain_timeout_s: float, give_up: Callable[[], None]
+    server: uvicorn.Server, sock: socket.socket, stop: Stop, *, drain_timeout_s: float, give_up: Callable[[], None]
 ) -> None:
     """Serve on `sock` until `stop`; requests in flight get `drain_timeout_s` to finish, then `give_up` is called, which
     ends them with an error. The server must install no signal handlers."""

@@ -4,68 +4,56 @@ It owns the arena, the cached encoded bytes, the preparers and the clients' name
 workers hold what they read, over a unix socket (`messages`); tensors stay in shared memory.
 """
 
-from medialane.store.client import StoreClient, StoreLink
+from medialane.store.client import ConnectionLost, StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants, StoreHold
-from medialane.store.items import Items
-from medialane.store.media_leases import MAX_LEASES, MediaLeases
+from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants
+from medialane.store.items import Items, LeasedItem, Processing
+from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import (
-    MAX_UPLOAD_S,
     AliasResolved,
     AskLease,
-    Call,
     DescribeItem,
-    FindFeature,
+    FindEmbedding,
     FindItem,
-    Form,
-    ImagePublished,
+    HeldEntry,
     ImageSize,
     ItemDescribed,
     ItemFound,
-    MediaLeased,
-    PublishImage,
-    PutFeature,
     PutMedia,
-    Question,
-    Reply,
     ResolveAlias,
     SendData,
     StoreHello,
     StoreStatus,
 )
-from medialane.store.names import Aliases, KnownFeatures
+from medialane.store.names import Aliases, AliasTarget, FeatureSource, KnownFeatures
 from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
 
 __all__ = [
-    "MAX_LEASES",
-    "MAX_UPLOAD_S",
     "AliasResolved",
+    "AliasTarget",
     "Aliases",
     "AskLease",
-    "Call",
+    "ConnectionLost",
     "DescribeItem",
     "EncodedStore",
-    "FindFeature",
+    "FeatureSource",
+    "FindEmbedding",
     "FindItem",
-    "Form",
+    "HeldEntry",
     "HoldCache",
     "HoldPasser",
-    "ImagePublished",
     "ImageSize",
     "ItemDescribed",
     "ItemFound",
     "Items",
     "KnownFeatures",
-    "MediaLeased",
+    "LeasedItem",
     "MediaLeases",
-    "PublishImage",
+    "Processing",
     "PublishedImages",
-    "PutFeature",
     "PutMedia",
-    "Question",
-    "Reply",
     "ResolveAlias",
     "SendData",
     "StoreClient",
@@ -73,7 +61,6 @@ __all__ = [
     "StoreEntries",
     "StoreGrants",
     "StoreHello",
-    "StoreHold",
     "StoreLink",
     "StoreServer",
     "StoreStatus",

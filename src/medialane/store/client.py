@@ -93,8 +93,8 @@ class StoreClient:
         self,
         config: RpcConfig,
         holds: dict[int, HeldEntry],
-        on_passed: Callable[[HoldsPassed], None],
-        on_reclaim: Callable[[], None],
+        on_passed: Callable[[HoldsPassed], object],
+        on_reclaim: Callable[[], object],
         *,
         names_takers: bool,
     ) -> None:
@@ -109,7 +109,7 @@ class StoreClient:
             too_late=StoreUnavailable("the media store did not respond in time"),
         )
         self._calls: dict[int, asyncio.Future[Reply | Question]] = {}
-        self._num_calls = 0
+        self.num_calls = 0
         self._refreshed: asyncio.Event | None = None
         self.status: StoreStatus | None = None
         #: Set when the store has reported that it has started.
@@ -124,16 +124,16 @@ class StoreClient:
         hello: StoreHello,
         config: RpcConfig,
         *,
-        holds: dict[int, HeldEntry],
-        on_passed: Callable[[HoldsPassed], None],
-        on_reclaim: Callable[[], None],
+        holds: dict[int, HeldEntry] | None = None,
+        on_passed: Callable[[HoldsPassed], object] = lambda _: None,
+        on_reclaim: Callable[[], object] = lambda: None,
         names_takers: bool = False,
     ) -> StoreClient:
         """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, holds, on_passed, on_reclaim, names_takers=names_takers)
+        client = cls(config, {} if holds is None else holds, on_passed, on_reclaim, names_takers=names_takers)
         client.welcome = await client._registration.run(
             hello, timeout_s=config.connect_timeout_s, connecting=dial(address, client._connection)
         )
@@ -150,12 +150,12 @@ class StoreClient:
         `answer` answers the store's questions. Raises the error that the store reports, and
         ConnectionLost. A cancelled call is cancelled at the store.
         """
-        self._num_calls += 1
-        call_id = self._num_calls
+        self.num_calls += 1
+        call_id = self.num_calls
         reply = self._expect(call_id)
         try:
             if self._names_takers:
-                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(2)})"), at_once=True)
+                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(1)})"), at_once=True)
             self._connection.send(make(call_id), at_once=True)
             while isinstance(message := await reply, Question):
                 if answer is None:
@@ -419,6 +419,11 @@ class StoreLink:
             await self._client.refresh(timeout_s)
 
     @property
+    def num_calls(self) -> int:
+        """Calls to the store on this connection."""
+        return 0 if self._client is None else self._client.num_calls
+
+    @property
     def num_held(self) -> int:
         return len(self._holds)
 
@@ -464,11 +469,6 @@ class StoreLink:
                 if client.started.is_set():
                     return
 
-    async def call_at(self, arena: str, make: Callable[[int], Call], *, waits: bool = True) -> Reply:
-        """As `call`, about entries of `arena`. Raises StoreUnavailable at once if no store can have them any more, and
-        unless it `waits`, if no store is connected."""
-        return await self._call(make, arena=arena, wait_s=self._wait_timeout_s if waits else 0.0)
-
     def notify(self, arena: str, message: PassHolds) -> bool:
         """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
         client = self._client
@@ -477,20 +477,22 @@ class StoreLink:
         client.notify(message)
         return True
 
-    async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
-        """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
-        `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
-        return await self._call(make, answer, wait_s=self._wait_timeout_s)
-
-    async def _call(
+    async def call(
         self,
         make: Callable[[int], Call],
         answer: AnswerQuestion | None = None,
         *,
         arena: str | None = None,
-        wait_s: float,
+        waits: bool = True,
     ) -> Reply:
-        loop, remaining_s = asyncio.get_running_loop(), wait_s  # waits only: a call may take longer
+        """Make a call, again if the store is lost meanwhile; one about entries of `arena` only at their store. The
+        caller owns a hold that is returned, and ends it with `release`.
+
+        Raises the error that the store reports; StoreUnavailable if it does not come back in time, and at once if no
+        store can have these entries any more, or, unless the call `waits`, if none is connected.
+        """
+        loop = asyncio.get_running_loop()
+        remaining_s = self._wait_timeout_s if waits else 0.0  # of waits only: a call may take longer
         while True:
             started = loop.time()
             client = await self._client_before(started + remaining_s, arena)

@@ -120,7 +120,8 @@ class AbsentClients:
         self._arena = arena
         self._uses: dict[int, ClientUse] = {}
         self._awaited: set[int] = set()  # those of an earlier store, some of whose holds are unknown
-        self._is_taking_over = False
+        #: Whether there may be holds that are not known yet: any published entry may be held.
+        self.is_taking_over = False
         self._polling: asyncio.TimerHandle | None = None
         self._holding_back: asyncio.TimerHandle | None = None
         #: Set when memory may be reserved.
@@ -129,11 +130,6 @@ class AbsentClients:
 
     def __len__(self) -> int:
         return len(self._uses)
-
-    @property
-    def is_taking_over(self) -> bool:
-        """Whether there may be holds that are not known yet: any published entry may be held."""
-        return self._is_taking_over
 
     def take_over(self, embeddings: Embeddings) -> None:
         """Keep what clients of an earlier store of the arena are using. No effect if there was none."""
@@ -148,7 +144,7 @@ class AbsentClients:
             elif (fill := embeddings.resume(range_)) is not None:
                 use.add_fill(fill)
         logger.info("the arena of an earlier store is taken over, with %d clients", len(self._awaited))
-        self._is_taking_over = True
+        self.is_taking_over = True
         self.may_reserve.clear()
         self._holding_back = asyncio.get_running_loop().call_later(HOLD_BACK_S, self._allow)
         self._poll()
@@ -192,8 +188,8 @@ class AbsentClients:
 
     def _settle(self) -> None:
         """End the take-over if all clients have connected or exited."""
-        if self._is_taking_over and not self._awaited:
-            self._is_taking_over = False
+        if self.is_taking_over and not self._awaited:
+            self.is_taking_over = False
             self._arena.end_takeover()
             self._allow()
             logger.info("all clients of the earlier store have connected or exited")

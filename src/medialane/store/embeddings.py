@@ -44,8 +44,9 @@ class Fill:
 class Embeddings:
     """The embeddings in one arena. Call `close` when all fills are released."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, revoke_interval_s: float = REVOKE_INTERVAL_S) -> None:
         self._arena = arena
+        self._revoke_interval_s = revoke_interval_s
         self._fills: dict[str, Fill] = {}
         self._revoking: dict[Reservation, asyncio.TimerHandle] = {}
         self._num_found = self._num_filled = self._num_dropped = self._num_waited = 0
@@ -145,7 +146,7 @@ class Embeddings:
         """Free a range as soon as no process writes there; none begins to."""
         self._revoking.pop(reservation, None)
         if not self._arena.revoke(reservation):
-            again = asyncio.get_running_loop().call_later(REVOKE_INTERVAL_S, self._revoke, reservation)
+            again = asyncio.get_running_loop().call_later(self._revoke_interval_s, self._revoke, reservation)
             self._revoking[reservation] = again
 
 

@@ -11,7 +11,6 @@ from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
 from medialane.media import MediaConfig, sniff
-from medialane.media.data_url import PIXMAP_TYPE
 from medialane.types.media import EncodedMedia, MediaRef, Modality
 from medialane.types.tensor import EMBEDS_TYPE
 
@@ -78,10 +77,6 @@ class EncodedStore:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
         media_type = sniff(reservation.buffer, modality, self._config)
         self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
-
-    def keep_pixmap(self, reservation: Reservation, salt: str, content: str) -> None:
-        """Publish the pixels of a published image as a cached entry."""
-        self.publish_as(reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a lease on it."""

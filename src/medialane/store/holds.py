@@ -40,7 +40,7 @@ from medialane.store.messages import (
     PullEntries,
     PullsGranted,
 )
-from medialane.types.feature import Copied, Embedding, FoundEmbedding, RemoteEntry, WantedEmbedding
+from medialane.types.feature import Embedding, FoundEmbedding, LocalCopy, RemoteEntry, WantedEmbedding
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 
@@ -216,8 +216,9 @@ class HoldPasser:
 class PassedHolds:
     """The worker's side: holds that have arrived, until the request that uses them does."""
 
-    def __init__(self, link: StoreLink) -> None:
+    def __init__(self, link: StoreLink, *, max_wait_s: float, max_age_s: float) -> None:
         self._link = link
+        self._max_wait_s, self._max_age_s = max_wait_s, max_age_s
         self._arrived: dict[str, tuple[HoldsPassed, asyncio.TimerHandle]] = {}
         self._awaited: dict[str, asyncio.Future[HoldsPassed | None]] = {}
         link.watch(self._arena_changed)
@@ -232,7 +233,7 @@ class PassedHolds:
         loop = asyncio.get_running_loop()
         arrival: asyncio.Future[HoldsPassed | None] = loop.create_future()
         self._awaited[request_id] = arrival
-        deadline = loop.call_later(MAX_WAIT_S, self._give_up, request_id)
+        deadline = loop.call_later(self._max_wait_s, self._give_up, request_id)
         try:
             return await arrival
         except asyncio.CancelledError:
@@ -248,7 +249,7 @@ class PassedHolds:
         if arrival is not None and not arrival.done():
             arrival.set_result(passed)
             return
-        expiry = asyncio.get_running_loop().call_later(MAX_AGE_S, self._expire, passed.request_id)
+        expiry = asyncio.get_running_loop().call_later(self._max_age_s, self._expire, passed.request_id)
         self._arrived[passed.request_id] = passed, expiry
 
     def _give_up(self, request_id: str) -> None:
@@ -286,20 +287,28 @@ class StoreGrants:
         """
         if not ranges:
             return []
-        reply = await self._link.call_at(ranges[0].arena, lambda call_id: GrantPulls(call_id, list(ranges)))
+        reply = await self._link.call(lambda call_id: GrantPulls(call_id, list(ranges)), arena=ranges[0].arena)
         return cast("PullsGranted", reply).entries
 
 
 class StoreEntries:
     """Entries of the arena that gateways refer to (implements `worker.HostArena`). They are retained for `retention_s`
-    after their last use (`HoldCache`)."""
+    after their last use (`HoldCache`); those that are passed are waited for, and kept for their requests, at most
+    `max_wait_s` and `max_age_s`."""
 
-    def __init__(self, link: StoreLink, *, retention_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        link: StoreLink,
+        *,
+        retention_s: float = 0.0,
+        max_wait_s: float = MAX_WAIT_S,
+        max_age_s: float = MAX_AGE_S,
+    ) -> None:
         self._link = link
-        self._passed = PassedHolds(link)
+        self._passed = PassedHolds(link, max_wait_s=max_wait_s, max_age_s=max_age_s)
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
         #: Copies of entries of other hosts, by the original's range.
-        self._copies: HoldCache[ArenaRange, Copied] = HoldCache(link, retention_s=retention_s)
+        self._copies: HoldCache[ArenaRange, LocalCopy] = HoldCache(link, retention_s=retention_s)
         #: Embeddings that are cached in the store, by key.
         self._embeddings: HoldCache[str, TensorDescriptor] = HoldCache(link, retention_s=retention_s)
         #: Those that were passed with requests, by request and key.
@@ -326,15 +335,15 @@ class StoreEntries:
                 missing = [entry for entry in missing if entry not in passed.ranges]
                 self._adopt(passed, holds)
             if missing:
-                reply = await self._link.call_at(missing[0].arena, lambda call_id: HoldEntries(call_id, missing))
+                reply = await self._link.call(lambda call_id: HoldEntries(call_id, missing), arena=missing[0].arena)
                 hold_ids = cast("EntriesHeld", reply).hold_ids
                 for entry, hold_id in zip(missing, hold_ids, strict=True):
                     holds.callback(self._holds.add(entry, hold_id, entry, None).release)
             return EntriesHold(holds.pop_all())
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[Copied]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[LocalCopy]]:
         with ExitStack() as holds:
-            copies: dict[ArenaRange, Copied] = {}
+            copies: dict[ArenaRange, LocalCopy] = {}
             for entry in entries:
                 if (hold := self._copies.use(entry.range)) is not None:
                     holds.callback(hold.release)
@@ -356,8 +365,8 @@ class StoreEntries:
             return passed
         if (hold := self._embeddings.use(key)) is None:
             wait_ms = min(wait_s * 1000, MAX_EMBEDDING_WAIT_MS)
-            reply = await self._link.call_at(
-                self._link.arena or "", lambda call_id: FindEmbedding(call_id, *wanted, wait_ms), waits=False
+            reply = await self._link.call(
+                lambda call_id: FindEmbedding(call_id, *wanted, wait_ms), arena=self._link.arena or "", waits=False
             )
             return self._found(key, reply) if isinstance(reply, EmbeddingFound) else None
         if hold.value.spec != wanted.spec:

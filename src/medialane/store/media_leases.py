@@ -102,6 +102,7 @@ class MediaLeases:
         pool: PreparerPool,
         clock: Callable[[], float] = boot_time,
         records: NameRecords = NOT_KEPT,
+        max_leases: int = MAX_LEASES,
     ) -> None:
         """Take over the leases in `records`."""
         self._arena = arena
@@ -112,7 +113,7 @@ class MediaLeases:
         self._max_ttl_s = config.media_lease_ttl_s
         share, tenant_share = config.media_lease_share, config.media_lease_tenant_share
         self._bytes = TenantShares(int(arena.size_bytes * share), tenant_share=tenant_share)
-        self._items = TenantShares(min(MAX_LEASES, int(arena.max_entries * share)), tenant_share=tenant_share)
+        self._items = TenantShares(min(max_leases, int(arena.max_entries * share)), tenant_share=tenant_share)
         self._clock = clock
         self._records = records
         self._leased: dict[str, _Leased] = {}

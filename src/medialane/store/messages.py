@@ -66,7 +66,7 @@ import msgspec
 from medialane.observability.timeline import TimelineReport
 from medialane.prepare.processor import Described
 from medialane.types.errors import ErrorReport, ProtocolViolation
-from medialane.types.feature import MAX_HEADER_BYTES, Copied, Feature, RemoteEntry
+from medialane.types.feature import MAX_HEADER_BYTES, Feature, LocalCopy, RemoteEntry
 from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
@@ -350,7 +350,7 @@ class EntriesPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     call_id: int
     hold_ids: list[int]
-    copies: list[Copied]
+    copies: list[LocalCopy]
 
 
 class PublishImage(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -15,7 +15,7 @@ from cachetools import LRUCache
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
 from medialane.media import MediaConfig
-from medialane.media.data_url import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
+from medialane.media.data_url import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage, pixmap_header, read_published
 from medialane.media.http_cache import url_key
 from medialane.runtime.tasks import SingleFlight
 from medialane.store.encoded_store import EncodedStore
@@ -48,10 +48,14 @@ _MAX_URLS = 16_384
 
 
 class PublishedImages:
-    """`fetch` is like that of `media.Fetcher`, for images that clients publish. The owner calls `close`."""
+    """`fetch` is like that of `media.Fetcher`, for images that clients publish. Those that we publish are held for
+    their readers for `hold_s`. The owner calls `close`."""
 
-    def __init__(self, arena: Arena, pulls: Pulls, mover: NixlMover, config: MediaConfig) -> None:
+    def __init__(
+        self, arena: Arena, pulls: Pulls, mover: NixlMover, config: MediaConfig, *, hold_s: float = HOLD_S
+    ) -> None:
         self._arena = arena
+        self._hold_s = hold_s
         self._pulls = pulls
         self._mover = mover
         self._config = config
@@ -72,7 +76,7 @@ class PublishedImages:
     async def publish(self, entry: ArenaRange) -> bytes:
         """Publish a decoded image, which the caller holds, and return its `PublishedImage` as JSON.
 
-        The image is held until it has been read, and no longer than HOLD_S. Raises InvalidRequest for another entry,
+        The image is held until it has been read, and no longer than `hold_s`. Raises InvalidRequest for another entry,
         Unavailable.
         """
         if len(self._holding) >= _MAX_HELD:
@@ -106,7 +110,7 @@ class PublishedImages:
         except TransferFailed as error:
             logger.warning("publishing an image failed: %s", error.message)
             raise Unavailable("images cannot be published at present") from error
-        task = asyncio.get_running_loop().create_task(_is_read(published), name="published image")
+        task = asyncio.get_running_loop().create_task(_is_read(published, self._hold_s), name="published image")
         self._holding.add(task)
 
         def end(_: object) -> None:  # also of a task that is cancelled before its first step
@@ -140,18 +144,20 @@ class PublishedImages:
             raise UpstreamFailed("the published image could not be read") from error
         with reservation:
             content = await asyncio.to_thread(content_hash, reservation.buffer)
-            self._store.keep_pixmap(reservation, ref.salt, content)
+            self._store.publish_as(
+                reservation, modality="image", salt=ref.salt, content=content, media_type=PIXMAP_TYPE
+            ).release()
         self._contents[key] = content
         return content
 
 
-async def _is_read(published: Published) -> None:
-    """Return when the image has been read, cannot be any more, or has not been for HOLD_S."""
+async def _is_read(published: Published, hold_s: float) -> None:
+    """Return when the image has been read, cannot be any more, or has not been for `hold_s`."""
     try:
-        async with asyncio.timeout(HOLD_S):
+        async with asyncio.timeout(hold_s):
             await published.completed
     except TimeoutError:
-        logger.warning("a published image was not read within %g s", HOLD_S)
+        logger.warning("a published image was not read within %g s", hold_s)
     except TransferFailed as error:
         logger.warning("a published image cannot be read any more: %s", error.message)
 

@@ -18,7 +18,7 @@ from medialane.gateway.workers import (
     ClientReports,
     ClientRequests,
     RemoteRequest,
-    ReportListener,
+    RoutedWorker,
     RpcClient,
 )
 from medialane.observability import Metrics
@@ -284,7 +284,7 @@ class FakeLink(WorkerLink):
         self.worker.report(ArenaMapped(ARENA if same_host else "arena elsewhere"))
 
     @property
-    def reports(self) -> ReportListener:
+    def reports(self) -> RoutedWorker:
         """What was registered for the reports of the worker that is connected."""
         if self._reports is None:
             raise LookupError(f"{self.name} has not joined")

@@ -57,17 +57,17 @@ class Peers:
     """Connects to the stores of other hosts, with at most `max_streams` connections for one entry. `arena` is the id
     of ours. The owner calls `close`. Deadlines are by time.monotonic."""
 
-    def __init__(self, arena: str, security: Security, *, max_streams: int) -> None:
+    def __init__(self, arena: str, security: Security, *, max_streams: int, min_part_bytes: int) -> None:
         self._arena = arena
         self._authentication = security.authentication(PROTOCOL, Role.STORE, Role.STORE)
-        self._max_streams = max_streams
+        self._max_streams, self._min_part_bytes = max_streams, min_part_bytes
         self._idle: dict[str, list[tuple[float, PeerConnection]]] = {}  # since when, the oldest first
         self._unreachable: TTLCache[str, bool] = TTLCache(_MAX_UNREACHABLE, UNREACHABLE_S)
 
     async def fetch(self, entry: RemoteEntry, payload: memoryview, *, deadline: float) -> Cached:
         """Receive an entry by tcp into `payload` and return its description. Raises TransferFailed; nothing is written
         afterwards."""
-        num_parts = max(1, min(self._max_streams, len(payload) // MIN_PART_BYTES))
+        num_parts = max(1, min(self._max_streams, len(payload) // self._min_part_bytes))
         size = -(-len(payload) // num_parts)
         try:
             async with asyncio.TaskGroup() as parts:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 from cachetools import LRUCache
@@ -19,7 +19,7 @@ from medialane.runtime.tasks import SingleFlight
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
 from medialane.transfer.peer_messages import longest_pull_s
 from medialane.transfer.peer_server import PeerServer
-from medialane.transfer.peers import Peers
+from medialane.transfer.peers import MIN_PART_BYTES, Peers
 from medialane.types.errors import HandoverFailed, MediaTooLarge, TransferFailed, TransferTimeout
 from medialane.types.feature import Embedding, EntryKind, Feature, MoverName, RemoteEntry
 from medialane.types.media import EncodedMedia
@@ -75,7 +75,8 @@ class MoverHealth:
 
 class Pulls:
     """Owns `mover`, which is used instead of tcp for entries of hosts that have it, too: for those that demand it and,
-    if it is preferred, for all while it is healthy. tcp takes at most `max_streams` connections for an entry.
+    if it is preferred, for all while it is healthy. tcp takes at most `max_streams` connections for an
+    entry, each of them for `min_part_bytes` or more.
 
     Entries can be granted after `serve`. `close` in any case, after the sessions of the store's clients.
     """
@@ -88,14 +89,18 @@ class Pulls:
         *,
         prefers_mover: bool = True,
         max_streams: int = 4,
+        min_part_bytes: int = MIN_PART_BYTES,
+        max_pull_s: Callable[[int], float] | None = None,
     ) -> None:
-        """Raises StartupFailed for unusable files of the settings."""
+        """A pull may take `max_pull_s` of its bytes, by default as in `peer_messages`. Raises StartupFailed for
+        unusable files of the settings."""
         security = Security.load(rpc)
         self._arena = arena
         self._mover = mover
         self._prefers_mover = prefers_mover
+        self._max_pull_s = max_pull_s
         self._health = MoverHealth()
-        self._peers = Peers(arena.id, security, max_streams=max_streams)
+        self._peers = Peers(arena.id, security, max_streams=max_streams, min_part_bytes=min_part_bytes)
         self._server = PeerServer(arena, security, mover, prefers_mover=prefers_mover)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release
@@ -183,7 +188,8 @@ class Pulls:
     async def _pull_once(self, entry: RemoteEntry) -> Lease[Cached]:
         if not ENTRY_HEADER_BYTES <= entry.range.nbytes <= ENTRY_HEADER_BYTES + self._arena.max_payload_bytes:
             raise MediaTooLarge("the entry is larger than this host's arena")
-        if (lease := self._arena.lease_cached(entry.key, entry.kind)) is None:
+        lease = cast("Lease[Cached] | None", self._arena.lookup(entry.key, entry.kind))
+        if lease is None:
             lease = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
         if lease.range.nbytes != entry.range.nbytes:
             lease.release()
@@ -193,7 +199,7 @@ class Pulls:
     async def _pull(self, entry: RemoteEntry) -> Lease[Cached]:
         mover, is_demanded = self._mover, entry.mover not in ("auto", "tcp")
         async with self._slots:
-            deadline = time.monotonic() + longest_pull_s(entry.range.nbytes)
+            deadline = time.monotonic() + (self._max_pull_s or longest_pull_s)(entry.range.nbytes)
             if mover is not None and (is_demanded or (entry.mover == "auto" and self._prefers_mover)):
                 if (copy := await self._pull_by(mover, entry, deadline, is_demanded=is_demanded)) is not None:
                     return copy

@@ -29,7 +29,7 @@ MoverName = Literal["nixl", "tcp"]
 MoverChoice = Literal["auto", MoverName]
 
 
-class Copied(NamedTuple):
+class LocalCopy(NamedTuple):
     """The copy of another host's entry in this host's arena; `mover` is what has copied it, None if that is not known
     any more."""
 

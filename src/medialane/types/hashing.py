@@ -105,10 +105,6 @@ HashedItem = MediaRef | EncodedItem | DecodedItem
 class MediaHasher(Protocol):
     """vLLM's own hashes, of the encoded bytes where vLLM hashes these. Called in any thread."""
 
-    def has_name(self, ref: MediaRef) -> bool:
-        """Whether the hash follows from the client's `uuid`, so that the media are not needed."""
-        ...
-
     def needs_decoding(self, item: EncodedItem) -> bool:
         """Whether vLLM hashes what it has decoded from this item: samples, frames or pixels."""
         ...

@@ -3,7 +3,6 @@ gateways and workers (`protocol`). It knows no roles: the gateway's end is `gate
 `worker.link`.
 """
 
-from medialane.wire.acceptor import Acceptor, PendingConnections
 from medialane.wire.address import (
     TcpAddress,
     UnixAddress,
@@ -17,11 +16,11 @@ from medialane.wire.address import (
 from medialane.wire.authentication import Role
 from medialane.wire.child_channel import ChannelToChild
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, Registration, check_version
+from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
 from medialane.wire.framing import HEADER, FrameReader, append_frame, append_raw_frame, raw_data
-from medialane.wire.listener import END_TIMEOUT_S, Listener, bind_http, bind_unix, check_listen, has_listener, inherited
-from medialane.wire.payload import IncomingPayload, OutgoingRequest, PooledOutput, check_size, join, split
+from medialane.wire.listener import Listener, bind_http, bind_unix, has_listener
+from medialane.wire.payload import IncomingPayload, OutgoingRequest, PooledOutput, join, split
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -29,12 +28,9 @@ from medialane.wire.protocol import (
     AdminFailed,
     Administer,
     ArenaMapped,
-    Command,
-    Drain,
     DropPayload,
     EncoderCleared,
     Failed,
-    FromWorker,
     Gateways,
     Hello,
     Join,
@@ -51,37 +47,29 @@ from medialane.wire.protocol import (
     Refused,
     Released,
     Report,
-    ReportRequest,
     ResyncBlocks,
     Submit,
-    ToWorker,
     UnreadableSubmit,
     Welcome,
     decode_from_worker,
     decode_to_worker,
 )
-from medialane.wire.security import Authentication, Security, check_address, is_loopback
+from medialane.wire.security import Security, check_address, is_loopback
 
 __all__ = [
-    "END_TIMEOUT_S",
     "HEADER",
     "PROTOCOL_VERSION",
     "Abort",
-    "Acceptor",
     "AdminDone",
     "AdminFailed",
     "Administer",
     "ArenaMapped",
-    "Authentication",
     "ChannelToChild",
-    "Command",
     "Connection",
-    "Drain",
     "DropPayload",
     "EncoderCleared",
     "Failed",
     "FrameReader",
-    "FromWorker",
     "Gateways",
     "Hello",
     "IncomingPayload",
@@ -94,24 +82,20 @@ __all__ = [
     "Output",
     "Payload",
     "Pending",
-    "PendingConnections",
     "PendingEnded",
     "Ping",
     "Pong",
     "PooledOutput",
     "ReadMetrics",
     "Refused",
-    "Registration",
     "Released",
     "Report",
-    "ReportRequest",
     "ResyncBlocks",
     "Role",
     "RpcConfig",
     "Security",
     "Submit",
     "TcpAddress",
-    "ToWorker",
     "UnixAddress",
     "UnreadableSubmit",
     "Welcome",
@@ -120,16 +104,12 @@ __all__ = [
     "bind_http",
     "bind_unix",
     "check_address",
-    "check_listen",
-    "check_size",
-    "check_version",
     "consecutive_ports",
     "decode_from_worker",
     "decode_to_worker",
     "dial",
     "format_tcp",
     "has_listener",
-    "inherited",
     "is_loopback",
     "join",
     "parse_address",

@@ -15,7 +15,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and timeouts, applied locally: a gateway and its workers may have different ones."""
 
     max_frame_bytes: PositiveInt = field(default=64 * MIB, name="rpc-max-frame-bytes")
-    """largest message between gateway and worker; a larger one ends the connection"""
+    """largest message; a larger one ends the connection"""
     max_write_buffer_bytes: PositiveInt = field(default=256 * MIB, name="rpc-max-write-buffer-bytes")
     """most bytes buffered for a peer that reads slowly; further requests get 503"""
     max_in_flight: PositiveInt = field(default=2048, name="rpc-max-in-flight")
@@ -23,7 +23,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_bytes: PositiveInt = field(default=8 * MIB, name="rpc-max-queued-bytes")
     """most output bytes buffered for a slow client before its request is aborted"""
     max_pooled_bytes: PositiveInt = field(default=512 * MIB, name="rpc-max-pooled-bytes")
-    """largest output of a pooling request (embeddings of all tokens of a prompt); a larger one gets 413"""
+    """largest output of a pooling request; a larger one gets 413"""
     max_connections: PositiveInt = field(default=64, name="rpc-max-connections")
     """most gateways connected to one worker"""
     connect_timeout_s: float = field(default=30.0, name="rpc-connect-timeout")
@@ -33,18 +33,16 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval_s: PositiveFloat = field(default=1.0, name="rpc-heartbeat-interval")
     """heartbeat interval on unix sockets"""
     heartbeat_timeout_s: float = field(default=10.0, name="rpc-heartbeat-timeout")
-    """time without data on a unix socket after which the peer is considered dead (the kernel reports one that has
-    exited at once)"""
+    """time without data on a unix socket after which the peer counts as dead (the kernel reports an exit at once)"""
     tcp_heartbeat_interval_s: PositiveFloat = field(default=0.3, name="rpc-tcp-heartbeat-interval")
     """heartbeat interval on TCP connections"""
     tcp_heartbeat_timeout_s: float = field(default=0.6, name="rpc-tcp-heartbeat-timeout")
-    """time without data on a TCP connection after which the peer is considered dead; it is detected within another
-    rpc_tcp_heartbeat_interval"""
+    """time without data on a TCP connection after which the peer counts as dead; detected within another interval"""
     handshake_timeout_s: PositiveFloat = field(default=5.0, name="rpc-handshake-timeout")
     """time for a TCP peer to authenticate itself, TLS included"""
     secret_file: str = field(default="", name="rpc-secret-file")
-    """file with the secret shared by gateways and workers (or MEDIALANE_RPC_SECRET), needed by tcp:// addresses beyond
-    loopback; with a second line, that secret is accepted, too"""
+    """file with the secret of gateways and workers (or MEDIALANE_RPC_SECRET), needed for tcp:// addresses beyond
+    loopback; a second line is accepted, too"""
     shared_secret: SecretText = field(default="", name="rpc-secret")
     """the shared secret itself, instead of its file"""
     tls_cert: str = field(default="", name="rpc-tls-cert")
@@ -52,13 +50,13 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str = field(default="", name="rpc-tls-key")
     """PEM file with its private key"""
     tls_ca: str = field(default="", name="rpc-tls-ca")
-    """PEM file with the certificate authority that has signed the certificates of all processes"""
+    """PEM file with the certificate authority of all processes"""
     tls_check_hostname: bool = field(default=False, name="rpc-tls-check-hostname")
-    """whether a certificate must also be for the host that was connected to"""
+    """a certificate must also be for the host that was connected to"""
 
     insecure: bool = field(default=False, name="rpc-insecure")
-    """allow tcp:// addresses beyond loopback without TLS: whoever is on the network path, or is connected to by mistake
-    (a stale DNS name, a reused address), can read all requests, answers and media, and take over connections"""
+    """allow tcp:// addresses beyond loopback without TLS: whoever is on the network path, or gets a connection by
+    mistake (stale DNS, reused address), can read all requests, answers and media, and take over connections"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""

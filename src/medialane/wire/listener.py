@@ -17,7 +17,7 @@ from medialane.wire.acceptor import Acceptor
 from medialane.wire.address import TcpAddress, UnixAddress, format_tcp, parse_address
 from medialane.wire.authenticating import authenticate
 from medialane.wire.config import RpcConfig
-from medialane.wire.security import Authentication, Security, check_protection
+from medialane.wire.security import Authentication, Security
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Listener:
         async def connect(sock: socket.socket, _: str) -> None:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, sock)
 
-        listening = _bind_unix(path)
+        listening = bind_unix(path)
         listening.listen(socket.SOMAXCONN)
         return cls(f"unix:{path}", Acceptor([listening], connect), partial(_unlink, path, _inode(path)))
 
@@ -96,7 +96,7 @@ def check_listen(address: str, setting: str, config: RpcConfig) -> None:
     may. Blocking: names are resolved."""
     target, security = parse_address(address, setting), Security.load(config)
     if isinstance(target, TcpAddress):
-        check_protection(target.host, f"{setting} {address}", security)
+        security.check_host(target.host, f"{setting} {address}")
         check_port(*target, setting)
         return
     folder = os.path.dirname(target.path)
@@ -170,25 +170,17 @@ def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None)
 
 
 def bind_unix(path: str) -> socket.socket:
-    """Bind a unix socket of mode 0600 that does not listen yet. Raises StartupFailed if another process listens there,
-    or it cannot be bound."""
-    try:
-        return _bind_unix(path)
-    except OSError as error:
-        raise StartupFailed(f"cannot listen at unix:{path}: {_reason(error)}") from error
-
-
-def _bind_unix(path: str) -> socket.socket:
-    """Bind a unix socket without listening, so that no client connects before its mode is set."""
-    if _is_stale(path):
-        os.unlink(path)
+    """Bind a unix socket of mode 0600 that does not listen yet, so that no client connects before its mode is set.
+    Raises StartupFailed if another process listens there, or it cannot be bound."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if _is_stale(path):
+            os.unlink(path)
         sock.bind(path)
         os.chmod(path, 0o600)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        raise StartupFailed(f"cannot listen at unix:{path}: {_reason(error)}") from error
     return sock
 
 

@@ -47,15 +47,16 @@ class Security:
         """Return what a connection needs on which `protocol` is spoken by us as `role` with a `peer_role`."""
         return Authentication(self, protocol, role, peer_role)
 
-    def check_host(self, host: str) -> None:
-        """Raise StartupFailed if connections to or at `host`, a name or literal address, are not protected as they must
-        be. Of names, only `localhost` is trusted to be loopback."""
+    def check_host(self, host: str, setting: str = "") -> None:
+        """Raise StartupFailed, which names the `setting`, if connections to or at `host`, a name or literal address,
+        are not protected as they must be. Of names, only `localhost` is trusted to be loopback."""
         if is_loopback(host):
             return
         has_tls = self.tls is not None or self.is_insecure
         missing = " and ".join(what for what, has in ((_SECRET, self.secrets), (_TLS, has_tls)) if not has)
         if missing:
-            raise StartupFailed(f"{host} is not a loopback address: it needs {missing}")
+            where = f"{setting}: " if setting else ""
+            raise StartupFailed(f"{where}{host} is not a loopback address: it needs {missing}")
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,7 @@ def check_address(address: str, setting: str, config: RpcConfig) -> None:
     """
     target, security = parse_address(address, setting, to_connect=True), Security.load(config)
     if isinstance(target, TcpAddress):
-        check_protection(target.host, f"{setting} {address}", security)
-
-
-def check_protection(host: str, setting: str, security: Security) -> None:
-    """As `Security.check_host`, naming `setting`."""
-    try:
-        security.check_host(host)
-    except StartupFailed as error:
-        raise StartupFailed(f"{setting}: {error.message}") from error
+        security.check_host(target.host, f"{setting} {address}")
 
 
 def _secrets(config: RpcConfig) -> Secrets:

@@ -22,7 +22,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,14 +45,6 @@ DEVICE = "GPU"
 
 #: Limit if the engine does not report its number of blocks.
 MAX_BLOCKS = 1 << 22
-
-
-class NetChange(NamedTuple):
-    """Block ids as in `KvChange`. With `snapshot`, `stored` are all held blocks."""
-
-    stored: bytes
-    removed: bytes
-    snapshot: bool
 
 
 class _Group:
@@ -104,12 +95,13 @@ class BlockTable:
                 case AllBlocksCleared():
                     self._clear()
 
-    def take(self) -> NetChange | None:
-        """Return the changes since the last call; None if there are none."""
+    def take(self, rank: int = 0, age_s: float = 0.0) -> KvChange | None:
+        """Return the changes since the last call, as those of this rank; None if there are none. Of a snapshot,
+        `stored` are all held blocks."""
         if self._renewed:
-            change = NetChange(pack(self.held()), b"", snapshot=True)
+            change = KvChange(rank, 0, pack(self.held()), b"", snapshot=True, age_s=age_s)
         elif self._stored or self._removed:
-            change = NetChange(pack(self._stored), pack(self._removed), snapshot=False)
+            change = KvChange(rank, 0, pack(self._stored), pack(self._removed), age_s=age_s)
         else:
             return None
         self._renewed = False
@@ -329,8 +321,7 @@ class BlockReports:
         for rank, table in self._tables.items():
             since = self._since.pop(rank, 0.0)
             age_s = max(0.0, self._clock() - since) if since else 0.0
-            if (net := table.take()) is not None:
-                change = KvChange(rank, 0, net.stored, net.removed, snapshot=net.snapshot, age_s=age_s)
+            if (change := table.take(rank, age_s)) is not None:
                 for listener in list(self._listeners):
                     listener(change)
         self._log_faults()

@@ -21,33 +21,32 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ping_interval_s: PositiveFloat = field(default=2.0, name="worker-ping-interval")
     """interval of the engine's liveness check"""
     ping_timeout_s: PositiveFloat = field(default=60.0, name="worker-ping-timeout")
-    """timeout of the engine's liveness check, so also the longest step of the engine; the worker exits after two missed
-    checks, and after one if the engine is stalled"""
+    """timeout of that check, so also the longest step of the engine; the worker exits after two missed checks, or one
+    if the engine is stalled"""
     stall_timeout_s: PositiveFloat = field(default=10.0, name="worker-stall-timeout")
-    """time without a reply of the engine, in which its processes do not compute either, after which the worker is
-    reported as stalled: it gets no requests, and those without a token are sent to other workers"""
+    """time without a reply or computation of the engine after which the worker is stalled: it gets no requests, and
+    requests without a token move to other workers"""
     release_timeout_s: PositiveFloat = field(default=60.0, name="worker-release-timeout")
-    """how long the engine may take to release an aborted request before the worker exits"""
+    """how long the engine may take to release an aborted request; then the worker exits"""
     stop_timeout_s: PositiveFloat = field(default=20.0, name="worker-stop-timeout")
     """how long the engine may take to stop at shutdown"""
     encode_cache: EncodeCache = field(default="auto", name="encode-cache")
-    """keep the encoder's outputs (embeddings) in the arena, where all workers of the host find them: auto (if the model
-    and its settings allow it; otherwise the log says why not), on (a worker that cannot do it does not start), off"""
+    """keep the encoder's outputs in the arena for all workers of the host; auto: if the model and its settings allow it
+    (the log says why not); on: do not start otherwise"""
     join: str = field(default="", name="join")
     """gateways to connect to (their --join-listen): HOST:PORT[,HOST:PORT...]; all addresses of each name"""
     name: str = field(default="", name="worker-name")
-    """name of the worker in the gateways that it joins, their metrics and status; default: the host's name with the
-    metrics port, without one with the process id; workers of `serve` are NAME/0, NAME/1; it should survive restarts, as
-    each name has metrics of its own"""
+    """name of the worker in gateways, metrics and status; default: host name with the metrics port, without one the
+    process id; workers of `serve`: NAME/0, NAME/1. It should survive restarts: each name has its own metrics"""
     join_resolve_interval_s: PositiveFloat = field(default=5.0, name="join-resolve-interval")
-    """interval at which the names of gateways (--join) are resolved again; they are also resolved after a loss"""
+    """interval at which names of gateways (--join) are resolved, besides after a loss"""
     join_refused_interval_s: PositiveFloat = field(default=30.0, name="join-refused-interval")
-    """time after which a worker tries again to join a gateway that refuses it"""
+    """time after which a refused worker tries again to join"""
     metrics_host: str = field(default="127.0.0.1", name="metrics-host")
-    """address to serve /metrics, /health and /ready on; 0.0.0.0 is all interfaces"""
+    """address of /metrics, /health and /ready; 0.0.0.0: all interfaces"""
     metrics_port: int = field(default=0, name="metrics-port")
-    """port of /metrics, /health and /ready; 0: none. With data-parallel ranks, each further rank has a port of its own,
-    counting up; with several workers of one command, each worker"""
+    """port of /metrics, /health and /ready; 0: none. Further data-parallel ranks and workers of a command have the next
+    ports"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""

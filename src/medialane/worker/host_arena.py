@@ -14,7 +14,15 @@ from msgspec.structs import replace
 from medialane.arena import ArenaView
 from medialane.arena.layout import is_completed, is_valid
 from medialane.types.errors import HandoverFailed, MediaLost, StoreUnavailable, Unavailable
-from medialane.types.feature import Copied, FoundEmbedding, Hold, MediaPayload, MoverName, RemoteEntry, WantedEmbedding
+from medialane.types.feature import (
+    FoundEmbedding,
+    Hold,
+    LocalCopy,
+    MediaPayload,
+    MoverName,
+    RemoteEntry,
+    WantedEmbedding,
+)
 from medialane.types.request import EngineRequest, Prompt
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
@@ -44,7 +52,7 @@ class HostArena(Protocol):
         gateway any more, StoreUnavailable if the store is lost and does not come back with its arena."""
         ...
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[Copied]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[LocalCopy]]:
         """Have the store copy entries of another host's store, unless it has them; hold the copies until the result is
         released, and return them. Raises MedialaneError."""
         ...
@@ -72,7 +80,7 @@ class NoArena:
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
         raise HandoverFailed(_NO_STORE)
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[Copied]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[LocalCopy]]:
         raise HandoverFailed(_NO_STORE)
 
     async def embedding(

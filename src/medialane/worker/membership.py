@@ -44,16 +44,6 @@ class Delays(NamedTuple):
     resolve_wait_s: float = 1.0
 
 
-class Target(NamedTuple):
-    """One address of one gateway; `host` is a literal IP address."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return format_tcp(self.host, self.port)
-
-
 class Connect(Protocol):
     def __call__(self, address: str, *, on_hello: Callable[[Hello], None]) -> Awaitable[None]:
         """Connect to a gateway, and return when the connection is lost. Raises like `RpcServer.join`."""
@@ -86,9 +76,10 @@ class Membership:
         self._connect = connect
         self._config = config
         self._resolve = resolve
-        self._resolved: dict[TcpAddress, list[Target]] = {}
-        self._siblings: dict[Target, list[Target]] = {}
-        self._staying: set[Target] = set()
+        #: By gateway, its addresses (the host is an IP address); by address, the other gateways of that host.
+        self._resolved: dict[TcpAddress, list[TcpAddress]] = {}
+        self._siblings: dict[TcpAddress, list[TcpAddress]] = {}
+        self._staying: set[TcpAddress] = set()
         self._changed = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []  # for the next look-up
 
@@ -103,11 +94,11 @@ class Membership:
                     waiter.set_result(None)
                 for target in self._wanted() - self._staying:
                     self._staying.add(target)
-                    tasks.create_task(self._stay(target), name=f"join {target}")
+                    tasks.create_task(self._stay(target), name=f"join {format_tcp(*target)}")
                 await asyncio.sleep(min(self._delays.min_resolve_interval_s, self._config.join_resolve_interval_s))
                 await self._wait_for_change()
 
-    def _wanted(self) -> set[Target]:
+    def _wanted(self) -> set[TcpAddress]:
         targets_of_names = {target for targets in self._resolved.values() for target in targets}
         return targets_of_names.union(*(self._siblings.get(target, ()) for target in targets_of_names))
 
@@ -119,7 +110,7 @@ class Membership:
             why = "no response" if isinstance(error, TimeoutError) else str(error.strerror or error)
             logger.warning("gateway %s cannot be resolved: %s", gateway.host, why)
         else:
-            self._resolved[gateway] = [Target(host, gateway.port) for host in hosts]
+            self._resolved[gateway] = [TcpAddress(host, gateway.port) for host in hosts]
 
     async def _wait_for_change(self) -> None:
         try:
@@ -128,7 +119,7 @@ class Membership:
         except TimeoutError:
             return
 
-    async def _stay(self, target: Target) -> None:
+    async def _stay(self, target: TcpAddress) -> None:
         backoff = Backoff(initial_s=self._delays.initial_s, max_s=self._delays.max_s)
         loop = asyncio.get_running_loop()
         try:
@@ -152,24 +143,25 @@ class Membership:
         self._changed.set()
         await asyncio.wait([waiter], timeout=self._delays.resolve_wait_s)
 
-    async def _connect_once(self, target: Target) -> bool:
+    async def _connect_once(self, target: TcpAddress) -> bool:
         """Return after the connection was lost, or could not be made; whether the gateway will not accept it soon."""
+        address = format_tcp(*target)
         try:
-            await self._connect(str(target), on_hello=lambda hello: self._registered(target, hello))
-            logger.warning("gateway %s: connection lost", target)
+            await self._connect(address, on_hello=lambda hello: self._registered(target, hello))
+            logger.warning("gateway %s: connection lost", address)
         except AlreadyJoined:
             return True
         except (NoWorkerReady, WorkerLost, ProtocolViolation) as error:
             why = "no process listens there" if isinstance(error, NoWorkerReady) else error.message
-            logger.info("gateway %s: %s", target, why)
+            logger.info("gateway %s: %s", address, why)
         except MedialaneError as error:
-            logger.error("gateway %s refuses this worker: %s", target, error.message)
+            logger.error("gateway %s refuses this worker: %s", address, error.message)
             # A handshake also fails if either side stalls, or while the secret is being replaced.
             return not isinstance(error, AuthenticationFailed)
         except Exception:  # the supervisor of one connection: its failure must not end the others
-            logger.exception("gateway %s: joining failed and is retried", target)
+            logger.exception("gateway %s: joining failed and is retried", address)
         return False
 
-    def _registered(self, target: Target, hello: Hello) -> None:
-        self._siblings[target] = [Target(target.host, port) for port in hello.join_ports]
+    def _registered(self, target: TcpAddress, hello: Hello) -> None:
+        self._siblings[target] = [TcpAddress(target.host, port) for port in hello.join_ports]
         self._changed.set()

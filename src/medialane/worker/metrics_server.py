@@ -70,7 +70,7 @@ class WorkerStatus(Collector):
             "medialane_worker_requests": ("Requests of all gateways in this worker", self._server.num_in_flight),
             "medialane_worker_arena_mapped": ("1 while the arena of this host is mapped", self._worker.has_arena),
             "medialane_worker_embedding_step_seconds_max": (
-                "Longest time that looking up embeddings has taken of a step of the engine's scheduler",
+                "Longest lookup of embeddings in a step of the engine's scheduler",
                 self._engine.longest_embedding_step_s,
             ),
         }
@@ -81,7 +81,7 @@ class WorkerStatus(Collector):
         return [*gauges, self._embeddings(), memory_metric(memory), *store_metrics(self._store)]
 
     def _embeddings(self) -> Metric:
-        text = "Media items by what the engine did: loaded or encoded; of embeddings, saved, or failed to load or save"
+        text = "Media items loaded or encoded by the engine; embeddings saved, or that failed to load or save"
         family = CounterMetricFamily("medialane_worker_embeddings", text, labels=["outcome"])
         for outcome, number in msgspec.structs.asdict(self._engine.embedding_counts).items():
             family.add_metric([outcome], number)

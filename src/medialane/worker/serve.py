@@ -135,26 +135,12 @@ async def _drained(stop: Stop, worker: Worker, server: RpcServer, timeout_s: flo
 
 async def _is_lost(worker: Worker, draining: Coroutine[Any, Any, None], membership: Membership) -> bool:
     """Stay connected, and wait until the worker has drained (return False) or the engine is lost (return True)."""
-    watching = asyncio.create_task(worker.watch(), name="engine watch")
-    stopping = asyncio.create_task(draining, name="stop")
-    joining = asyncio.create_task(membership.run(), name="joining gateways")
     try:
-        await asyncio.wait({watching, stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
-        if joining.done():
-            joining.result()
-        if not watching.done():
-            stopping.result()
-            return False
-        error = watching.exception()
-        if not isinstance(error, WorkerLost):
-            watching.result()
+        await first_of(worker.watch(), draining, membership.run())
+    except WorkerLost as error:
         logger.critical("%s: exiting", error)
         return True
-    finally:
-        watching.cancel()
-        stopping.cancel()
-        joining.cancel()
-        await asyncio.gather(watching, stopping, joining, return_exceptions=True)
+    return False
 
 
 async def _close(engine: Engine, timeout_s: float) -> None:

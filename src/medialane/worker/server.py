@@ -128,10 +128,14 @@ class RpcServer:
             on_hello=on_hello,
         )
 
+    def drop_connections(self, error: WorkerLost) -> None:
+        """End the session of every gateway, which connects again unless this server is closed."""
+        for session in list(self._sessions):
+            session.end(error)
+
     async def _end_sessions(self) -> None:
         """End every session now and wait for it; tasks that take too long are cancelled."""
-        for session in list(self._sessions):
-            session.end(WorkerLost("the worker is shutting down"))
+        self.drop_connections(WorkerLost("the worker is shutting down"))
         for cancelling in (False, True):
             late = set(self._sessions.values())
             if not late:

@@ -1,5 +1,7 @@
 """Arenas for tests: small, in a folder of shared memory of their own that must be empty in the end."""
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -19,6 +21,16 @@ def shm():
     left = sorted(p for p in os.listdir(folder) if p.startswith("medialane-"))
     shutil.rmtree(folder)
     assert left == []
+
+
+@pytest.fixture
+def _no_byte_locks(monkeypatch):
+    """As in gVisor, where parts of files cannot be locked."""
+
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
 
 
 @pytest.fixture

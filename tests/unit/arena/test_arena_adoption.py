@@ -1,7 +1,5 @@
 """The next owner of an arena's file: what it finds, wherever the earlier one was killed, and whatever was damaged."""
 
-import errno
-import fcntl
 import os
 import random
 import shutil
@@ -68,7 +66,7 @@ def content(arena, key, kind):
     """The bytes of a cached entry; None if there is none."""
     if not arena.contains(key, kind):
         return None
-    with arena.lease_cached(key, kind) as lease:
+    with arena.lookup(key, kind) as lease:
         return set(bytes(arena.view.entry(lease.range)[64:]))
 
 
@@ -117,7 +115,7 @@ def test_next_owner_has_all_entries_with_their_values_and_bytes(arena, config):
     assert later.was_adopted
     assert (later.id, later.nonce) == (arena.id, arena.nonce)
     for (key, kind), value in values.items():
-        with later.lease_cached(key, kind) as lease:
+        with later.lookup(key, kind) as lease:
             assert lease.value == value
         assert content(later, key, kind) == set(fill(key))
     assert later.stats().free_bytes == stats.free_bytes
@@ -327,15 +325,11 @@ def test_no_flipped_bit_completes_an_entry(arena, generation):
         reservation.abandon()
 
 
-def test_arena_is_not_taken_over_where_slots_cannot_be_locked(arena, config, monkeypatch):
-    """In gVisor: who still uses it is not known."""
+def test_arena_is_not_taken_over_where_slots_cannot_be_locked(arena, config, request):
+    """Who still uses it is not known."""
     write(arena, "a").release()
     arena.close(keep=True)
-
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    request.getfixturevalue("_no_byte_locks")
     later = Arena.open(config, lineage=LINEAGE)
     assert not later.was_adopted
     assert os.listdir(config.directory) == [later.path.name]

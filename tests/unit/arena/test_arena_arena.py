@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
+from builders import bytes_beside_payload
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
-from medialane.arena.index import RECORD_BYTES
 from medialane.types.errors import ArenaFull, HandoverFailed, MediaTooLarge
 from medialane.types.feature import Embedding, Feature
 from medialane.types.media import EncodedMedia, MediaSize
@@ -158,11 +158,11 @@ def test_empty_payload_is_a_valid_entry(arena, reader):
 
 
 def test_stats_account_for_every_byte(arena):
+    used = 1024 + bytes_beside_payload(arena)
     writing = arena.reserve(1000)
     leased = write(arena, "a", 1, 1000)
     write(arena, "b", 2, 1000).release()
     stats = arena.stats()
-    used = 64 + 1024 + RECORD_BYTES  # header, payload and description of one entry
     assert (stats.writing_bytes, stats.pinned_bytes, stats.published_bytes) == (used, used, 2 * used)
     assert stats.free_bytes == stats.size_bytes - 3 * used == arena.size_bytes - 4096 - 3 * used
     assert (stats.num_reservations, stats.num_entries, stats.num_leases) == (1, 2, 1)
@@ -269,7 +269,7 @@ def test_features_whose_embedding_is_cached_are_evicted_first(arena):
     assert [arena.contains(key) for key in "abcd"] == [True, True, False, True]
     with arena.lookup("key", "embedded") as found:
         assert found.value == value
-    assert arena.stats().embedded_bytes == 128 + RECORD_BYTES
+    assert arena.stats().embedded_bytes == 64 + bytes_beside_payload(arena)
 
 
 def test_trimmed_reservation_keeps_its_bytes_and_its_old_range_is_stale(arena, reader):

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import select
+import signal
 import stat
 import subprocess
 import threading
@@ -10,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from limits import files_up_to
 from medialane.arena import ArenaConfig, ArenaView, reap
 from medialane.arena import file as file_module
 from medialane.arena.file import ArenaFile
 from medialane.arena.index import index_bytes
 from medialane.types.errors import StartupFailed
+from races import before
 
 MIB = 1 << 20
 
@@ -56,13 +60,9 @@ def test_close_removes_the_file_exactly_once(file, shm):
     assert len(os.listdir("/proc/self/fd")) == descriptors - 3  # the lock's and those of two mappings
 
 
-def test_failed_creation_leaves_no_file(config, shm, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "ftruncate", refuse)
+def test_failed_creation_leaves_no_file(config, shm):
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StartupFailed, match=r"cannot create the arena in .*: No space left"):
+    with files_up_to(MIB), pytest.raises(StartupFailed, match=r"cannot create the arena in .*: File too large"):
         ArenaFile.create(config)
     assert os.listdir(shm) == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -87,58 +87,76 @@ def test_concurrent_creation_and_reaping_never_lose_an_arena(config, shm):
         file.close()
 
 
-def test_owner_whose_new_file_was_reaped_retries(config, shm, monkeypatch):
-    real, lost = file_module._lock, []
+def test_owner_whose_new_file_was_reaped_retries(config, shm):
+    lost = []
 
-    def lose_twice(descriptor):
-        if len(lost) < 2:
-            lost.append(len(reap(shm)))
-        return real(descriptor)
+    def reap_it():
+        lost.append(len(reap(shm)))
 
-    monkeypatch.setattr(file_module, "_lock", lose_twice)
-    made = ArenaFile.create(config)
+    with before("fcntl.flock", reap_it, reap_it):
+        made = ArenaFile.create(config)
     assert lost == [1, 1]
     assert os.listdir(shm) == [made.path.name]
     made.close()
 
 
-def test_subprocess_does_not_inherit_the_lock(config, shm):
-    made = ArenaFile.create(config)
-    with subprocess.Popen(["sleep", "15"], close_fds=False) as child:
-        os.close(made._lock)  # as if the owner had died
-        made._lock = None
-        assert len(reap(shm)) == 1
-        child.kill()
-    made.view.close()
-
-
-def fork_that_waits(act):
-    """Fork a child that does `act`, reports, and waits to be killed."""
+def left_by_owner(config, start):
+    """Have a process make an arena and call `start` with it, which starts another process, and kill it. Return the pid
+    of the other one."""
     read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        act()
-        os.write(write, b"x")
-        time.sleep(15)  # time: a leftover of a failed test ends by itself
-        os._exit(0)
-    assert os.read(read, 1) == b"x"
+    owner = os.fork()
+    if owner == 0:
+        try:
+            os.write(write, str(start(ArenaFile.create(config))).encode())
+            time.sleep(15)  # time: a leftover of a failed test ends by itself
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    other = int(os.read(read, 20))
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
     os.close(read)
     os.close(write)
-    return child
+    return other
+
+
+def end(pid):
+    """Kill a process, which the process of the tests need not be the parent of."""
+    process = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([process], [], [])
+    os.close(process)
+
+
+def test_subprocess_does_not_inherit_the_lock(config, shm):
+    def start(_made):
+        return subprocess.Popen(["sleep", "15"], close_fds=False).pid
+
+    child = left_by_owner(config, start)
+    assert len(reap(shm)) == 1
+    end(child)
 
 
 @pytest.mark.parametrize(("closes", "reaped"), [(True, 1), (False, 0)])
 def test_forked_child_holds_the_owner_lock_unless_it_closes_it(config, shm, closes, reaped):
-    made = ArenaFile.create(config)
-    child = fork_that_waits(made.close if closes else lambda: None)
-    assert made.path.exists(), "a child never removes its parent's file"
-    os.close(made._lock)  # as if the owner had died
-    made._lock = None
+    def start(made):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                if closes:
+                    made.close()
+                os.write(write, b"x")
+                time.sleep(15)  # time: a leftover of a failed test ends by itself
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.read(read, 1)
+        return child
+
+    child = left_by_owner(config, start)
+    assert len(os.listdir(shm)) == 1, "a child never removes its parent's file"
     assert len(reap(shm)) == reaped
-    os.kill(child, 9)
-    os.waitpid(child, 0)
+    end(child)
     assert len(reap(shm)) == 1 - reaped
-    made.view.close()
 
 
 def resident(path):
@@ -156,19 +174,14 @@ def test_prefault_allocates_all_pages_and_changes_no_byte(file):
     assert bytes(memory[:4096]) == before
 
 
-def test_prefault_can_stop_between_chunks(file, monkeypatch):
-    stop = threading.Event()
-    monkeypatch.setattr(file_module, "PREFAULT_BYTES", 4 * MIB)
-    real = file_module._madvise
-
-    def populate(piece, advice):
-        real(piece, advice)
-        stop.set()
-
-    monkeypatch.setattr(file_module, "_madvise", populate)
-    assert file.prefault(stop) == 4 * MIB
-    assert resident(file.path) <= 4 * MIB + index_bytes(16 * MIB)
+def test_prefault_can_stop_between_chunks(shm):
+    stop, size = threading.Event(), 4 * file_module.PREFAULT_BYTES
+    file = ArenaFile.create(ArenaConfig(size_bytes=size, directory=shm))
+    done = file.prefault(stop, lambda _: stop.set())
+    assert done == file_module.PREFAULT_BYTES
+    assert resident(file.path) <= done + index_bytes(size)
     assert file.prefault(stop) == 0
+    file.close()
 
 
 def refuse_with(monkeypatch, number):

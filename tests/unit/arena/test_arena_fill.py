@@ -1,6 +1,5 @@
 """Ranges that another process writes: completed once, and never reused while they may be written."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.arena import Arena, FillWriter, locks
+from medialane.arena import Arena, FillWriter
 from medialane.types.errors import ArenaFull, HandoverFailed
 from medialane.types.tensor import ArenaRange
 from poison import POISON, poison_freed
@@ -206,11 +205,8 @@ def test_entry_of_a_process_that_is_killed_is_not_completed(arena, reservation, 
     assert bytes(reservation.buffer) == b"\x02" * NUM_BYTES
 
 
-def test_nothing_is_written_where_the_kernel_has_no_such_locks(arena, reservation, shm, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(locks.fcntl, "fcntl", refuse)
+def test_nothing_is_written_where_the_kernel_has_no_such_locks(arena, reservation, shm, request):
+    request.getfixturevalue("_no_byte_locks")
     with pytest.raises(HandoverFailed, match="cannot be locked"), FillWriter.open(reservation.range, shm):
         pass
     assert arena.revoke(reservation)

@@ -1,11 +1,10 @@
 """Names are read back as they were written last, or not at all."""
 
-import errno
-import os
 import random
 
 import pytest
 
+from limits import files_up_to
 from medialane.arena import NamesArea
 from medialane.arena.names import MAX_PAYLOAD_BYTES, RECORD_BYTES
 
@@ -120,18 +119,14 @@ def test_no_flipped_bit_yields_a_wrong_name(path):
         assert not kept(path, "url")
 
 
-def test_full_file_system_ends_persistence_and_nothing_else(path, monkeypatch, caplog):
+def test_full_file_system_ends_persistence_and_nothing_else(path, caplog):
     area = opened(path)
     names = area.records("uuid")
     names.write(KEYS[0], b"before")
 
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as full:
-        full.setattr(os, "pwrite", refuse)
+    with files_up_to(0):
         names.write(KEYS[1], b"p")
-    assert "No space left" in caplog.text
+    assert "File too large" in caplog.text
     names.write(KEYS[0], b"after")
     names.erase(KEYS[0])
     area.close()

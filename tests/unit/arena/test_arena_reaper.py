@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.arena import ArenaView, Reaped, reap
-from medialane.arena.file import ArenaFile
+from medialane.arena import Arena, ArenaView, Reaped, reap
 from medialane.arena.reaper import reclaimable_bytes
 from medialane.types.tensor import ArenaRange
 
@@ -66,7 +65,7 @@ def test_file_of_a_live_owner_stays(shm):
 
 
 def test_only_files_of_dead_owners_are_reaped(shm, config):
-    living = ArenaFile.create(config)
+    living = Arena.create(config)
     with running_owner(shm) as (process, ready):
         kill(process)
     assert [Path(r.path).name for r in reap(shm)] == [f"medialane-{ready.arena}.arena"]
@@ -124,10 +123,10 @@ def test_foreign_files_stay(tmp_path, monkeypatch, name, make):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_file_of_another_user_stays(shm, monkeypatch):
+def test_file_of_another_user_stays(shm, monkeypatch, become_another_user):
     path = Path(shm, OURS_BY_NAME)
     path.touch()
-    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    become_another_user()
     assert reap(shm) == []
     monkeypatch.undo()
     assert len(reap(shm)) == 1

@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.arena import ArenaConfig, ArenaView, describe, layout
-from medialane.arena.file import ArenaFile
+from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
 from medialane.arena.layout import PAGE_BYTES, clear, stamp
 from medialane.arena.view import PIECE_BYTES
 from medialane.types.errors import HandoverFailed
@@ -19,7 +18,7 @@ SPECS = (TensorSpec("float32", (3, 4)), TensorSpec("int64", (2,)))
 
 @pytest.fixture
 def file(config):
-    made = ArenaFile.create(config)
+    made = Arena.create(config)
     yield made
     made.close()
 
@@ -147,7 +146,7 @@ def test_close_keeps_live_views_readable_and_forbids_new_ones(file, view, entry,
 
 def test_large_arena_is_mapped_in_pieces_that_the_kernel_walks_one_by_one(shm):
     num_pieces = 5
-    file = ArenaFile.create(ArenaConfig(size_bytes=num_pieces * PIECE_BYTES, directory=str(shm)))
+    file = Arena.create(ArenaConfig(size_bytes=num_pieces * PIECE_BYTES, directory=str(shm)))
     try:
         assert mappings(file.view.id) >= num_pieces
         with file.view.memory as memory:

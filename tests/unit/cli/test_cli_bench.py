@@ -3,6 +3,7 @@ import json
 import sys
 
 import pytest
+from own_process import unchanged_process
 
 from medialane.cli import bench
 from medialane.types.errors import StartupFailed
@@ -23,7 +24,7 @@ def run(options):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder with benchmarks of its own and the real harness. What it makes importable ends with the test."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(str(tmp_path))  # afterwards the path is as before
     before = set(sys.modules)
     folder = tmp_path / "benchmarks"
     folder.mkdir()
@@ -38,8 +39,11 @@ def write(folder, name, value):
     (folder / f"bench_{name}.py").write_text(BENCHMARK.format(name=name, value=value))
 
 
-def run(folder, name, file=None, quick=False):
-    return bench.run_benchmarks(folder, name, json=file, quick=quick)
+def run(folder, *words):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser, folder)
+    with unchanged_process():
+        return bench.run(parser.parse_args([*map(str, words)]), folder)
 
 
 def test_met_targets_succeed_and_print_the_table(folder, capsys):
@@ -82,35 +86,35 @@ def test_other_checkout_is_passed_to_the_benchmark(folder, tmp_path):
     )
     (tmp_path / "other" / "src" / "medialane").mkdir(parents=True)
     file = tmp_path / "results.json"
-    bench.run_benchmarks(folder, "which", json=file, quick=False, other=tmp_path / "other")
+    run(folder, "which", "--json", file, "--other", tmp_path / "other")
     assert json.loads(file.read_text())["bars"][0]["name"] == str(tmp_path / "other")
 
 
 def test_other_folder_that_is_no_checkout_is_refused(folder, tmp_path):
     write(folder, "fast", 3.0)
     with pytest.raises(StartupFailed, match="not a checkout"):
-        bench.run_benchmarks(folder, "fast", json=None, quick=False, other=tmp_path)
+        run(folder, "fast", "--other", tmp_path)
 
 
 def test_quick_flag_is_passed_to_the_benchmark(folder):
     write(folder, "fast", 3.0)
-    assert run(folder, "fast", quick=True) == 1
+    assert run(folder, "fast", "--quick") == 1
 
 
 def test_number_of_requests_is_passed_to_the_benchmark(folder):
     text = BENCHMARK.format(name="many", value=3.0).replace("options.quick", "options.num_requests == 7")
     (folder / "bench_many.py").write_text(text)
-    assert bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=7) == 1
+    assert run(folder, "many", "--requests", 7) == 1
     assert run(folder, "many") == 0
     with pytest.raises(StartupFailed, match="--requests"):
-        bench.run_benchmarks(folder, "many", json=None, quick=False, num_requests=0)
+        run(folder, "many", "--requests", 0)
 
 
 def test_json_describes_measurement_and_machine(folder, tmp_path):
     write(folder, "fast", 3.0)
     write(folder, "slow", 1.5)
     file = tmp_path / "figures.json"
-    run(folder, "all", file)
+    run(folder, "all", "--json", file)
     found = json.loads(file.read_text())
     assert found["machine"]["num_cores"] >= 1
     assert "medialane" in found["versions"]
@@ -130,7 +134,7 @@ def test_results_before_a_failure_are_kept(folder, tmp_path):
     (folder / "bench_wrong.py").write_text("ABOUT = ''\ndef run(options): raise RuntimeError('no')\n")
     file = tmp_path / "figures.json"
     with pytest.raises(RuntimeError):
-        run(folder, "all", file)
+        run(folder, "all", "--json", file)
     assert set(json.loads(file.read_text())["results"]) == {"fast"}
 
 
@@ -149,19 +153,15 @@ def test_installation_without_checkout_is_one_clear_error(tmp_path):
 def test_json_path_in_a_missing_folder_fails_before_running(folder, tmp_path, capsys):
     write(folder, "fast", 3.0)
     with pytest.raises(StartupFailed, match="there is no folder"):
-        run(folder, "fast", tmp_path / "none" / "figures.json")
+        run(folder, "fast", "--json", tmp_path / "none" / "figures.json")
     assert not capsys.readouterr().out
 
 
-def test_arguments_match_the_benchmarks_of_this_checkout(folder, monkeypatch):
+def test_arguments_match_the_benchmarks_of_this_checkout(folder):
     write(folder, "fast", 3.0)
-    monkeypatch.setattr(bench, "FOLDER", folder)
-    monkeypatch.setattr(bench, "enter_environ", lambda *_, **__: None)
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
+    bench.add_arguments(parser, folder)
     assert "fast, all" in parser.format_help()
-    assert bench.run(parser.parse_args(["fast"])) == 0
-    assert bench.run(parser.parse_args(["fast", "--quick"])) == 1
 
 
 def test_checkout_has_the_benchmarks_named_in_the_readme():

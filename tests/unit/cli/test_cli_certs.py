@@ -3,7 +3,6 @@
 import os
 import ssl
 import stat
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from medialane.cli import main
 from medialane.types.errors import StartupFailed
 from medialane.wire import RpcConfig, Security
+from medialane.wire.certificate_authority import Authority
 
 
 def certs(*words: object) -> int:
@@ -143,9 +143,7 @@ def test_renewed_certificate_is_used_without_a_restart(tmp_path):
     assert connect(two, one, "node1")["serialNumber"] != first
 
 
-def test_expired_certificate_is_named_at_the_start(tmp_path, monkeypatch):
-    years_ago = datetime.now(UTC) - timedelta(days=730)
-    monkeypatch.setattr("medialane.wire.certificate_authority.utc_now", lambda: years_ago)
-    assert certs(tmp_path, "--host", "node1") == 0
+def test_expired_certificate_is_named_at_the_start(tmp_path):
+    Authority.open(tmp_path).issue(["node1"], days=0, replace=False)
     with pytest.raises(StartupFailed, match=rf"--rpc-tls-cert {tmp_path}/node1/cert.pem .*expired"):
         Security.load(settings(tmp_path / "node1"))

@@ -1,5 +1,6 @@
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -7,16 +8,60 @@ from medialane.cli import doctor, main
 from medialane.config import load_config
 from medialane.wire import TcpAddress
 
-IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: operator does not exist"]}'
+CRASH = "import os; os.abort()"
+#: Of a build that does not fit its torch.
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
+
+
+class Installation:
+    """A folder that the processes which load libraries search before site-packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stand_ins: dict[str, str | None] = {}
+
+    def library(self, name: str, code: str) -> None:
+        (self._folder / f"{name}.py").write_text(code)
+
+    def stand_in(self, module: str, code: str) -> None:
+        """Put code in the place of one of our modules, which would load vLLM or look at the kernel."""
+        self._at_start(module, code)
+
+    def remove(self, library: str) -> None:
+        self._at_start(library, None)
+
+    def _at_start(self, module: str, code: str | None) -> None:
+        self._stand_ins[module] = code
+        self.library("sitecustomize", _START.format(stand_ins=self._stand_ins))
+
+
+#: Python imports `sitecustomize` when it starts.
+_START = """
+import sys, types
+for name, code in {stand_ins!r}.items():
+    sys.modules[name] = module = code and types.ModuleType(name)
+    exec(code or "", module and module.__dict__)
+"""
 
 
 @pytest.fixture
-def light(monkeypatch):
-    """Replaces the processes that load libraries by immediate results."""
-    monkeypatch.setattr(doctor, "IMPORTS", f"print({IMPORTS!r})")
-    monkeypatch.setattr(doctor, "KINDS", """print('["image (jpeg png)", []]')""")
-    monkeypatch.setattr(doctor, "SANDBOX", "print('[]')")
-    monkeypatch.setattr(doctor, "SEAMS", """print('["vLLM 0.32.0: 64 private seams, all found", true]')""")
+def installation(tmp_path, monkeypatch):
+    folder = tmp_path / "installation"
+    folder.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return Installation(folder)
+
+
+@pytest.fixture
+def light(installation):
+    """Replaces the libraries that take long to load."""
+    for name in ("torch", "transformers"):
+        installation.library(name, "__version__ = '2.13.0'")
+    installation.library("torchvision", BROKEN)
+    installation.stand_in(
+        "medialane.vllm_bridge.seams.probe",
+        "def probe(): return []\ndef summary(broken): return 'vLLM 0.32.0: 64 private seams, all found'",
+    )
 
 
 @pytest.mark.usefixtures("light")
@@ -36,36 +81,44 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-def model_findings(monkeypatch, capsys, script, model):
-    monkeypatch.setattr(doctor, "MODEL", script)
+def model_findings(installation, capsys, report, model):
+    installation.stand_in("medialane.vllm_bridge.engine.engine_options", report)
     main(["doctor", model, "--json", "--port", "0", "--", "--max-model-len", "99"])
     found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
     return {name: found[name] for name in ("model", "image", "audio", "prompts", "embeddings") if name in found}
 
 
 _ALL = """
-import json
 image = {"limit": 3, "stage": "features", "why_not_features": "", "max_pixels": 99, "counted_by": "grid",
          "is_predicted": True}
 media = {"modalities": {"image": image}, "accepts_item_options": True, "merge_size": 2, "predicts_image_tokens": False}
-print(json.dumps({"architecture": "A", "media": media, "no_embeddings": ""}))
+def model_report(_model, _flags): return {"architecture": "A", "media": media, "no_embeddings": ""}
 """
-_TEXT = """print('{"architecture": "A", "media": null, "no_embeddings": ""}')"""
+_TEXT = """
+def model_report(_model, _flags): return {"architecture": "A", "media": None, "no_embeddings": ""}
+"""
 
 #: Takes the name of the model as the architecture, and vLLM's flags as the reasons.
 _REASONS = """
-import json, sys
-model, flags = json.loads(sys.argv[1])
-one = {"limit": 1, "stage": "decoded", "why_not_features": flags[0], "max_pixels": None, "counted_by": "",
-       "is_predicted": False}
-media = {"modalities": {"audio": one}, "accepts_item_options": False, "merge_size": 1, "predicts_image_tokens": False}
-print(json.dumps({"architecture": model, "media": media, "no_embeddings": flags[1]}))
+one = {"limit": 1, "stage": "decoded", "max_pixels": None, "counted_by": "", "is_predicted": False}
+media = {"accepts_item_options": False, "merge_size": 1, "predicts_image_tokens": False}
+
+def model_report(model, flags):
+    modalities = {"audio": one | {"why_not_features": flags[0]}}
+    return {"architecture": model, "media": media | {"modalities": modalities}, "no_embeddings": flags[1]}
+"""
+_UNKNOWN = """
+def model_report(_model, _flags): raise ValueError('no such model')
+"""
+_FLAGS = """
+from medialane.types.errors import StartupFailed
+def model_report(_model, _flags): raise StartupFailed('no such flag')
 """
 
 
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize(
-    ("script", "verdicts", "text"),
+    ("report", "verdicts", "text"),
     [
         (
             _REASONS,
@@ -88,17 +141,13 @@ print(json.dumps({"architecture": model, "media": media, "no_embeddings": flags[
             ],
         ),
         (_TEXT, {"model": "ok"}, ["A: it takes no media"]),
-        ("raise ValueError('no such model')", {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
-        (
-            "from medialane.types.errors import StartupFailed; raise StartupFailed('no such flag')",
-            {"model": "fail"},
-            ["it cannot be loaded (no such flag)"],
-        ),
+        (_UNKNOWN, {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
+        (_FLAGS, {"model": "fail"}, ["it cannot be loaded (no such flag)"]),
     ],
     ids=["neither", "both", "text", "unknown", "flags"],
 )
-def test_stage_and_embeddings_of_a_model_are_reported(monkeypatch, capsys, model, script, verdicts, text):
-    found = model_findings(monkeypatch, capsys, script, model)
+def test_stage_and_embeddings_of_a_model_are_reported(installation, capsys, model, report, verdicts, text):
+    found = model_findings(installation, capsys, report, model)
     text = [part.replace("MODEL", model) for part in text]
     assert {name: finding["verdict"] for name, finding in found.items()} == verdicts
     assert all(finding["text"].startswith(part) for finding, part in zip(found.values(), text, strict=True))
@@ -113,10 +162,11 @@ def test_stage_and_embeddings_of_a_model_are_reported(monkeypatch, capsys, model
         (["--", "--max-model-len", "5"], "medialane doctor MODEL -- FLAGS"),
     ],
 )
-def test_wrong_arguments_are_reported_before_any_check(monkeypatch, capsys, model, words, reason):
-    monkeypatch.setattr(doctor, "run_checks", None)
+def test_wrong_arguments_are_reported_before_any_check(capsys, model, words, reason):
     assert main(["doctor", *(word.replace("MODEL", model) for word in words)]) == 2
-    assert reason in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert reason in shown.err
+    assert not shown.out
 
 
 @pytest.mark.usefixtures("light")
@@ -125,9 +175,9 @@ def test_findings_are_shown_as_a_table(capsys):
     assert "torchvision" in capsys.readouterr().out
 
 
-def test_build_that_crashes_python_is_a_finding(monkeypatch):
-    monkeypatch.setattr(doctor, "IMPORTS", "import os; os.abort()")
-    monkeypatch.setattr(doctor, "KINDS", "import os; os.abort()")
+def test_build_that_crashes_python_is_a_finding(installation):
+    for name in ("torch", "av"):
+        installation.library(name, CRASH)
     ((_, finding),) = doctor.check_imports()
     assert finding.verdict == doctor.check_media().verdict == "fail"
 
@@ -138,22 +188,17 @@ def test_private_seams_of_vllm_are_counted(light):
     assert finding.text == "vLLM 0.32.0: 64 private seams, all found"
 
 
-def test_broken_vllm_seam_fails_with_its_name_and_advice(monkeypatch):
-    broken = """
-import dataclasses
-from medialane.vllm_bridge.seams import probe as module, table
-seam = table.Seam("json:no_such_name", "read")
-module.GROUPS = (dataclasses.replace(table.GROUPS[0], seams=(seam,)),)
-"""
-    monkeypatch.setattr(doctor, "SEAMS", broken + doctor.SEAMS)
+def test_broken_vllm_seam_fails_with_its_name_and_advice(installation):
+    for name in ("vllm", "torch"):
+        installation.library(name, "")
     finding = doctor.check_seams()
     assert finding.verdict == "fail"
-    assert "json:no_such_name" in finding.text
+    assert "is missing: no module vllm." in finding.text
     assert "docs/upgrading-vllm.md" in finding.advice
 
 
-def test_vllm_that_cannot_be_imported_is_a_finding(monkeypatch):
-    monkeypatch.setattr(doctor, "SEAMS", "import os; os.abort()")
+def test_vllm_that_cannot_be_imported_is_a_finding(installation):
+    installation.library("vllm", CRASH)
     assert doctor.check_seams().verdict == "fail"
 
 
@@ -163,9 +208,8 @@ def test_kinds_of_media_are_reported():
     assert finding.text.startswith("image (jpeg png ")
 
 
-def test_unavailable_media_kind_is_a_warning_with_its_fix(monkeypatch):
-    blocked = "import sys; sys.modules['av'] = None\n"
-    monkeypatch.setattr(doctor, "KINDS", blocked + doctor.KINDS)
+def test_unavailable_media_kind_is_a_warning_with_its_fix(installation):
+    installation.remove("av")
     finding = doctor.check_media()
     assert finding.verdict == "warn"
     assert "video/h264" in finding.text
@@ -173,8 +217,8 @@ def test_unavailable_media_kind_is_a_warning_with_its_fix(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", [[], ["use the network (seccomp is not available)"]])
-def test_missing_preparer_confinement_is_a_warning(monkeypatch, missing):
-    monkeypatch.setattr(doctor, "SANDBOX", f"import json; print(json.dumps({missing!r}))")
+def test_missing_preparer_confinement_is_a_warning(installation, missing):
+    installation.stand_in("medialane.prepare.sandbox", f"def missing_here(): return {missing!r}")
     finding = doctor.check_sandbox()
     assert finding.verdict == ("warn" if missing else "ok")
     assert all(part in finding.text for part in missing)
@@ -216,10 +260,6 @@ def test_each_address_of_the_gateways_to_join_is_tried(monkeypatch):
     assert bad.advice.startswith("Connection refused")
 
 
-def test_unknown_name_of_a_gateway_to_join_is_a_failure(monkeypatch):
-    def unknown(*_args, **_options):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    (finding,) = doctor.check_gateways([TcpAddress("gateways", 7100)])
+def test_unknown_name_of_a_gateway_to_join_is_a_failure():
+    (finding,) = doctor.check_gateways([TcpAddress("no such name", 7100)])
     assert (finding.verdict, finding.advice) == ("fail", "the name cannot be resolved: Name or service not known")

@@ -8,8 +8,8 @@ import signal
 import msgspec
 import pytest
 
-from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.config import SettingsChange, SettingsSource, load_config
+from medialane.cli.reloading import Reloading, SettingsChange, reloaded_by_hangup
+from medialane.config import load_config
 from medialane.types.errors import InvalidRequest, StartupFailed
 from waiting import eventually
 
@@ -34,8 +34,7 @@ def level():
 
 @pytest.fixture
 def reloading(file, level):
-    config = load_config({}, file=str(file), environ={})
-    return Reloading(config, SettingsSource.of(config, sections=SECTIONS, flags={}, file=str(file), environ={}))
+    return Reloading(load_config({}, file=str(file), environ={}), str(file))
 
 
 class Keys:
@@ -59,7 +58,7 @@ async def test_level_of_the_log_changes_at_once_and_files_are_used(file, reloadi
     keys = Keys()
     reloading.files.append(keys.read)
     file.write_text('log-level = "error"\ngateway-max-tools = 1')
-    change = SettingsChange(["--log-level"], ["--gateway-max-tools"], ["--admin-key-file"])
+    change = SettingsChange(["--log-level"], ["--admin-key-file"])
     assert await reloading.reload() == change
     assert (level(), keys.used) == (logging.ERROR, 1)
     assert await reloading.reload() == msgspec.structs.replace(change, changed=[])
@@ -77,13 +76,27 @@ async def test_bad_file_of_a_setting_changes_nothing(file, reloading, level):
     assert (level(), good.used) == (before, 0)
 
 
-async def test_bad_file_of_settings_changes_nothing(file, reloading, level):
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('log-level = "error"\ngateway-max-tolls = 1', "did you mean gateway-max-tools"),
+        ('log-level = "loud"', "log-level"),
+        ("[", "is not TOML"),
+    ],
+)
+async def test_bad_file_of_settings_changes_nothing(file, reloading, level, text, named):
     keys, before = Keys(), level()
     reloading.files.append(keys.read)
-    file.write_text('log-level = "error"\ngateway-max-tools = 0')
-    with pytest.raises(StartupFailed, match="--gateway-max-tools"):
+    file.write_text(text)
+    with pytest.raises(StartupFailed, match=named):
         await reloading.reload()
     assert (level(), keys.used) == (before, 0)
+
+
+async def test_level_of_a_file_with_several_models_is_the_one_at_its_top(file, reloading, level):
+    file.write_text('log-level = "error"\n[models.a]\ngateway-max-tools = 1')
+    assert (await reloading.reload()).changed == ["--log-level"]
+    assert level() == logging.ERROR
 
 
 async def test_all_gateways_reload_and_those_that_do_not_are_named(file, reloading):
@@ -98,8 +111,8 @@ async def test_all_gateways_reload_and_those_that_do_not_are_named(file, reloadi
     assert msgspec.json.decode(answer, type=SettingsChange) == SettingsChange(
         ["--log-level"], gateways_missing=["2", "3"]
     )
-    file.write_text("gateway-max-tools = 0")
-    with pytest.raises(InvalidRequest, match="no setting was changed: --gateway-max-tools must be"):
+    file.write_text('log-level = "loud"')
+    with pytest.raises(InvalidRequest, match=r"no setting was changed: .*log-level 'loud': must be one of"):
         await reloading.reload_all(ask_others)
     assert len(asked) == 1
     assert await reloading.answer("reload") == b"false"
@@ -107,34 +120,60 @@ async def test_all_gateways_reload_and_those_that_do_not_are_named(file, reloadi
     assert await reloading.answer("reload") == b"true"
 
 
-async def test_hangup_reloads_and_an_error_is_logged(file, reloading, level, monkeypatch, caplog):
-    monkeypatch.setattr("medialane.cli.reloading.hangup_means_reload", lambda: True)
+async def test_hangup_reloads_and_an_error_is_logged(file, reloading, level, caplog):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as with nohup: then no terminal sends it
     async with reloaded_by_hangup(reloading.reload):
-        file.write_text("gateway-max-tools = 0")
+        file.write_text('log-level = "loud"')
         os.kill(os.getpid(), signal.SIGHUP)
-        await eventually(lambda: "no setting was changed: --gateway-max-tools" in caplog.text)
+        await eventually(lambda: "no setting was changed: " in caplog.text)
         file.write_text('log-level = "error"')
         os.kill(os.getpid(), signal.SIGHUP)
         await eventually(lambda: level() == logging.ERROR)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
-async def test_process_that_serve_starts_again_has_the_current_level_and_names_what_needs_a_restart(
-    file, reloading, tmp_path, monkeypatch
-):
+async def test_process_that_serve_starts_again_has_the_current_level(file, reloading, monkeypatch):
     """Its environment is that of the start of `serve`."""
-    reloading.source.write(tmp_path / "source.json")
+    _, path = reloading.flags
     file.write_text('log-level = "error"\ngateway-max-tools = 7')
     monkeypatch.setenv("MEDIALANE_LOG_LEVEL", "debug")
-    args = argparse.Namespace(config=None, settings_source=str(tmp_path / "source.json"))
+    args = argparse.Namespace(config=None, log_level_file=path)
     again = Reloading.of(args, SECTIONS)
     assert (again.config.logging.level, again.config.gateway.max_tools) == ("error", 256)
-    assert await again.reload() == SettingsChange(needs_restart=["--gateway-max-tools"])
-    file.write_text("gateway-max-tools = 0")
+    file.write_text('log-level = "loud"')
     assert Reloading.of(args, SECTIONS).config.logging.level == "debug"
 
 
-async def test_without_a_source_nothing_changes(level):
+@pytest.mark.parametrize(
+    ("flags", "environ"), [({"setting:log-level": "error"}, {}), ({}, {"MEDIALANE_LOG_LEVEL": "error"})]
+)
+async def test_flag_and_environment_win_over_the_file(file, level, monkeypatch, flags, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    file.write_text('log-level = "debug"')
+    reloading = Reloading.of(argparse.Namespace(config=str(file), **flags), SECTIONS)
+    assert await reloading.reload() == SettingsChange()
+    assert level() == logging.ERROR
+
+
+async def test_file_may_be_named_in_the_environment(file, level, monkeypatch):
+    monkeypatch.setenv("MEDIALANE_CONFIG", str(file))
+    reloading = Reloading.of(argparse.Namespace(config=None), SECTIONS)
+    file.write_text('log-level = "error"')
+    assert (await reloading.reload()).changed == ["--log-level"]
+
+
+async def test_without_a_file_nothing_changes(level):
     running = load_config({"log-level": "error"}, environ={})
     assert await Reloading(running).reload() == SettingsChange()
     assert level() == logging.ERROR
+
+
+def test_change_is_shown():
+    change = SettingsChange(["--log-level"], ["--keys"], ["1"])
+    assert str(change).splitlines() == [
+        "changed: --log-level",
+        "files read again: --keys",
+        "gateway 1 has not read its settings again: see its log",
+    ]
+    assert str(SettingsChange()) == "no setting has changed"

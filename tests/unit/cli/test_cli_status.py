@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from medialane.cli import main
 from medialane.cli.status import GatewayUp, Host, Link, parse_state, read_state, worker_host
 from medialane.gateway import Health
-from medialane.observability import Metrics
+from medialane.observability import Metrics, store_metrics
 from medialane.types.errors import StartupFailed
 from medialane.types.request import Endpoint, WorkerLoad
 from medialane.types.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
@@ -35,7 +35,7 @@ def page(*endpoints, store=None, memory=None):
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.watch_workers(lambda: endpoints)
-    metrics.watch_store(lambda: store)
+    metrics.watch(lambda: store_metrics(store))
     if memory is not None:
         metrics.watch_memory(lambda: {"gateway": 3 << 20}, lambda: memory)
     return generate_latest(registry)

@@ -1,13 +1,14 @@
 """A store's start: it listens first, and ends if its model takes no media."""
 
 import asyncio
-import importlib.util
 import logging
 import os
 import re
 import secrets
 import signal
 import socket
+import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,9 @@ import pytest
 from medialane.arena import kept_arenas, reap
 from medialane.cli import main, store
 from medialane.cli.doctor import check_kept_arenas
-from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.media import MediaConfig
-from medialane.observability import LogProcess
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
 from medialane.testing.fake_nixl import FakeMetadata
@@ -55,10 +54,10 @@ def address():
     assert not path.exists()
 
 
-async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(store, "PROCESSOR_FACTORY", NO_PROCESSOR_FACTORY)
+async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, caplog, tmp_path):
+    parts = store.StoreParts(processor=NO_PROCESSOR_FACTORY)
     async with asyncio.timeout(30):
-        assert await store.serve(config, str(tmp_path), [], address) == NOT_NEEDED
+        assert await store.serve(config, str(tmp_path), [], address, parts=parts) == NOT_NEEDED
     assert "this model takes no media" in caplog.text
 
 
@@ -116,7 +115,7 @@ async def _upload(link, data):
     await link.call(lambda call_id: FindItem(call_id, ref, "encoded", b"{}", len(data)), write)
 
 
-async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, monkeypatch, capsys):
+async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, capsys):
     may_load = asyncio.Event()
 
     class SlowPool(PreparerPool):
@@ -124,9 +123,8 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
             await may_load.wait()
             await super().start()
 
-    monkeypatch.setattr(store, "PreparerPool", SlowPool)
     config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
-    serving = asyncio.create_task(store.serve(config, "model", [], address))
+    serving = asyncio.create_task(store.serve(config, "model", [], address, parts=store.StoreParts(pool=SlowPool)))
     link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.arena is not None and link.status is not None)
@@ -146,16 +144,11 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
     await asyncio.wait([running])
 
 
-class FakedNixlMover(NixlMover):
-    def __init__(self, *arguments, **settings):
-        super().__init__(*arguments, **settings, factory=FAKE)
-
-
-async def test_store_reads_published_images_if_the_operator_allows_it(config, address, monkeypatch):
-    monkeypatch.setattr(store, "NixlMover", FakedNixlMover)
+async def test_store_reads_published_images_if_the_operator_allows_it(config, address):
+    parts = store.StoreParts(mover=partial(NixlMover, factory=FAKE))
     settings = {**SETTINGS, "stage": "url", "allow-media-rdma": "true", "peer-nixl": "on"}
     config = load_config({**settings, "arena-directory": config.arena.directory}, environ={})
-    serving = asyncio.create_task(store.serve(config, "model", [], address))
+    serving = asyncio.create_task(store.serve(config, "model", [], address, parts=parts))
     link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
     running = asyncio.create_task(link.run())
     await asyncio.wait_for(link.ready(), 30)
@@ -225,20 +218,6 @@ def test_store_on_anything_but_a_unix_socket_fails_the_start(command, address, c
     assert len(error.splitlines()) == 1
 
 
-def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    calls = []
-    monkeypatch.setattr(store, "enter_environ", lambda *args, **kwargs: None)
-    monkeypatch.setattr(store, "configure", lambda config, component: LogProcess(component, config))
-
-    monkeypatch.setattr(store, "run_store", lambda *args: calls.append(args) or 5)
-    words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
-    assert main([*words, "--", "--max-model-len", "8"]) == 5
-    ((reloading, model, vllm_args, address),) = calls
-    assert (reloading.config.store.max_uuids, model, address) == (7, str(tmp_path), "unix:/run/s.sock")
-    assert vllm_args == ["--max-model-len", "8"]
-
-
 def test_model_that_does_not_exist_is_reported_before_anything_starts(capsys):
     assert main(["store", "/no/such/model", "--listen", "unix:/run/s.sock"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
@@ -258,33 +237,31 @@ TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
     ],
 )
 def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_is_set(
-    setting, rpc, has_rdma, expected, tmp_path, monkeypatch
+    setting, rpc, has_rdma, expected, tmp_path
 ):
-    monkeypatch.setattr("medialane.cli.store.RDMA_DEVICES", tmp_path)
     if has_rdma:
         (tmp_path / "mlx5_0").mkdir()
     config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
-    assert (nixl_mover(config, "0" * 32, 1) is not None) == expected
+    assert (store.nixl_mover(config, "0" * 32, 1, devices=tmp_path) is not None) == expected
 
 
 def test_missing_nixl_is_logged_once(monkeypatch, caplog):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "nixl", None)  # absent
     with caplog.at_level(logging.INFO):
-        assert nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32, 1) is None
+        assert store.nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32, 1) is None
     assert len(caplog.records) == 1
 
 
 def test_published_images_need_nixl():
     config = Config(media=MediaConfig(allow_rdma=True), store=StoreConfig(nixl="on"))
-    mover = nixl_mover(config, "0" * 32, 1)
-    assert isinstance(published_images(config.media, None, None, mover), PublishedImages)
-    assert published_images(MediaConfig(), None, None, mover) is None
+    mover = store.nixl_mover(config, "0" * 32, 1)
+    assert isinstance(store.published_images(config.media, None, None, mover), PublishedImages)
+    assert store.published_images(MediaConfig(), None, None, mover) is None
     with pytest.raises(StartupFailed, match="--peer-nixl on"):
-        published_images(config.media, None, None, None)
+        store.published_images(config.media, None, None, None)
 
 
-async def test_kept_arena_is_adopted_by_the_next_store_and_named_until_then(config, address, monkeypatch, capfd):
-    monkeypatch.setattr(store, "PROCESSOR_FACTORY", NO_PROCESSOR_FACTORY)
+async def test_kept_arena_is_adopted_by_the_next_store_and_named_until_then(config, address, capfd):
     folder = config.arena.directory
     kept = load_config({**SETTINGS, "stage": "url", "arena-directory": folder, "keep-arena": "true"}, environ={})
 

@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from own_process import run_command
 
-from medialane.cli import main, worker_command
+from medialane.cli import worker_command
 from medialane.config import Config
-from medialane.observability import LogProcess
 from medialane.wire import has_listener
 from waiting import eventually
 
@@ -35,11 +35,9 @@ while True:
 
 
 @pytest.fixture
-def address(monkeypatch):
+def address():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        path = f"{folder}/store.sock"
-        monkeypatch.setattr(sys, "stderr", sys.__stderr__)
-        yield f"unix:{path}"
+        yield f"unix:{folder}/store.sock"
 
 
 def host_store(address: str, listens_at: str = ""):
@@ -118,15 +116,13 @@ async def test_store_that_runs_already_is_used(address):
     assert pids(address) == []
 
 
-def test_store_to_start_needs_an_address(capsys, monkeypatch):
-    monkeypatch.setattr(worker_command, "configure", lambda config, component: LogProcess(component, config))
-    assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--start-store"]) == 2
+def test_store_to_start_needs_an_address(capsys):
+    assert run_command("worker", "model", "--listen", "unix:/tmp/w.sock", "--start-store") == 2
     assert "--start-store needs --store" in capsys.readouterr().err
 
 
-def test_embeddings_that_must_be_kept_need_a_store(capsys, monkeypatch):
-    monkeypatch.setattr(worker_command, "configure", lambda config, component: LogProcess(component, config))
-    assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--encode-cache", "on"]) == 2
+def test_embeddings_that_must_be_kept_need_a_store(capsys):
+    assert run_command("worker", "model", "--listen", "unix:/tmp/w.sock", "--encode-cache", "on") == 2
     assert "--encode-cache on needs --store" in capsys.readouterr().err
 
 

@@ -114,11 +114,10 @@ async def test_workers_are_listed_with_the_gateways_that_do_not_reach_them(serve
     assert [(each["name"], each["unreachable_from"]) for each in shown] == [(NAMES[0], []), (NAMES[1], ["1"])]
 
 
-async def test_reload_shows_what_has_changed_and_what_needs_a_restart(serve, capsys):
+async def test_reload_shows_what_has_changed_and_which_gateways_have_not_answered(serve, capsys):
     gateway = FakeGateway(NAMES)
     gateway.reloaded = {
         "changed": ["--log-level"],
-        "needs_restart": ["--port"],
         "files": ["--keys"],
         "gateways_missing": ["1"],
     }
@@ -126,7 +125,6 @@ async def test_reload_shows_what_has_changed_and_what_needs_a_restart(serve, cap
     assert capsys.readouterr().out.splitlines() == [
         "changed: --log-level",
         "files read again: --keys",
-        "needs a restart: --port",
         "gateway 1 has not read its settings again: see its log",
     ]
 

@@ -7,7 +7,7 @@ import pytest
 from medialane.cluster import Hardware, local
 from medialane.config import changed_imports, load_config
 from medialane.types.errors import StartupFailed
-from medialane.wire.listener import bind_http
+from medialane.wire import bind_http
 
 
 def config(**flags):

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 
-import huggingface_hub
 import pytest
 
 from medialane.cluster import Repository, fetch_files, repositories
@@ -12,20 +11,23 @@ from medialane.types.errors import StartupFailed
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A folder that has one for each repository of a hub, and the downloads."""
-    asked = []
+def hub(tmp_path):
+    return Hub(tmp_path)
 
-    def snapshot_download(name, *, revision, ignore_patterns):
-        asked.append((name, revision))
-        assert "*.safetensors" in ignore_patterns
-        folder = tmp_path / name.replace("/", "--")
+
+class Hub:
+    """A folder that has one for each repository of a hub, and the downloads."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.asked = []
+
+    def download(self, repository):
+        self.asked.append(repository)
+        folder = self.folder / repository.name.replace("/", "--")
         if not folder.is_dir():
             raise OSError("401 Client Error")
         return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return tmp_path, asked
 
 
 def add(folder, name, auto_map=None):
@@ -57,40 +59,38 @@ def test_repositories_are_those_of_the_hub(model, flags, environ, found):
 
 
 async def test_code_of_other_repositories_is_downloaded_too(hub):
-    folder, asked = hub
+    folder, asked = hub.folder, hub.asked
     tokenizers = ["c.D", "org/more--e.F"]
     add(folder, "org/model", {"AutoConfig": "org/code--a.B", "AutoTokenizer": tokenizers, "AutoModel": "g.H"})
     add(folder, "org/code")
     add(folder, "org/more")
-    await fetch_files([Repository("org/model", "v2")], code_revision="v3")
+    await fetch_files([Repository("org/model", "v2")], code_revision="v3", download=hub.download)
     assert asked[0] == ("org/model", "v2")
     assert set(asked[1:]) == {("org/code", "v3"), ("org/more", "v3")}
 
 
 async def test_failed_download_names_the_model(hub):
     with pytest.raises(StartupFailed, match="org/absent cannot be downloaded"):
-        await fetch_files([Repository("org/absent")])
+        await fetch_files([Repository("org/absent")], download=hub.download)
 
 
-async def test_unexpected_error_ends_the_wait(monkeypatch):
-    def snapshot_download(*_args, **_settings):
+async def test_unexpected_error_ends_the_wait():
+    def download(_repository):
         raise TypeError("of a library")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(TypeError, match="of a library"):
-        await fetch_files([Repository("org/model")])
+        await fetch_files([Repository("org/model")], download=download)
 
 
-async def test_cancelled_download_is_not_waited_for(monkeypatch):
+async def test_cancelled_download_is_not_waited_for():
     begun, may_end = threading.Event(), threading.Event()
 
-    def snapshot_download(*_args, **_settings):
+    def download(_repository):
         begun.set()
         may_end.wait(10)
         return "/nowhere"
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    fetching = asyncio.create_task(fetch_files([Repository("org/model")]))
+    fetching = asyncio.create_task(fetch_files([Repository("org/model")], download=download))
     await asyncio.to_thread(begun.wait, 10)
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):

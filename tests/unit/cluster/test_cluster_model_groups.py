@@ -59,7 +59,6 @@ def specs(load, tmp_path):
                 hardware=hardware or Hardware((), 8),
                 environ={"PATH": "/bin", "VLLM_API_KEY": "key", "HF_TOKEN": "token"},
                 listener=listener,
-                common_flags=[["--settings-source", str(folder / f"{number}.json")] for number in range(len(groups))],
             )
         return {part.name: part for part in parts}
 

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from medialane.cluster import Engines, Hardware, find_gpus, parse_gpu_list, place_engines, usable_cores
@@ -116,9 +118,15 @@ def test_mig_partitions_replace_their_gpus():
     assert parse_gpu_list(partitioned) == ("MIG-c-1",)
 
 
-@pytest.mark.parametrize(("text", "limit"), [("max 100000", None), ("50000 100000", 1), ("150000 100000", 2)])
-def test_container_cpu_quota_limits_the_cores(tmp_path, monkeypatch, text, limit):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4)))
-    (tmp_path / "cpu.max").write_text(text)
-    assert usable_cores(tmp_path) == (limit or 4)
-    assert usable_cores(tmp_path / "absent") == 4
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max", CORES), (50_000, 1), (100_000 * CORES - 50_000, CORES), (100_000 * (CORES + 1), CORES)],
+    ids=["none", "half a core", "less than all", "more"],
+)
+def test_container_cpu_quota_limits_the_cores(tmp_path, quota, cores):
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000")
+    assert usable_cores(tmp_path) == cores
+    assert usable_cores(tmp_path / "absent") == CORES

@@ -6,9 +6,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from huggingface_hub import constants
 
-from medialane.cluster import check_flags, check_model, check_start, find_on_hub, model_hub, preflight
+from installed_packages import install
+from medialane.cluster import ModelHub, check_flags, check_model, check_start, find_on_hub
 from medialane.types.errors import StartupFailed
 
 GOOD = [
@@ -75,8 +75,8 @@ def test_flag_rejected_by_vllm_is_named(message):
     assert message in refused.value.message
 
 
-def test_flags_of_an_untested_vllm_are_left_to_it(monkeypatch):
-    monkeypatch.setattr(preflight, "installed_version", lambda _name: "0.99.0")
+def test_flags_of_an_untested_vllm_are_left_to_it(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "vllm", "0.99.0")
     check_flags(["--new-in-the-next-version"])
 
 
@@ -90,9 +90,8 @@ def test_model_resolved_by_vllm_passes(name):
     [(["--hf-config-path", "x"], {}), ([], {"VLLM_USE_MODELSCOPE": "True"})],
     ids=["path", "scope"],
 )
-def test_model_of_another_hub_is_not_checked(words, environ, monkeypatch):
-    monkeypatch.setattr("urllib.request.urlopen", None)
-    check_model("org/model", words, environ)
+def test_model_of_another_hub_is_not_checked(words, environ):
+    check_model("org/model-that-no-hub-has", words, environ)
 
 
 @pytest.mark.parametrize("name", ["/absent/model", "./model", "a/b/c", "../x", "--model"])
@@ -140,7 +139,7 @@ def installed(folder, monkeypatch, *, torch_cuda, torchvision):
     (folder / "torchvision/_C.so").write_bytes(torchvision)
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.syspath_prepend(str(folder))
     for name in ("vllm", "torch", "torchvision", "medialane_cpu_torch"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return str(folder / "model")
@@ -169,8 +168,10 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self):
+    def __init__(self, cache):
         super().__init__(("127.0.0.1", 0), Handler)
+        self.settings = {"url": f"http://127.0.0.1:{self.server_port}", "cache": str(cache), "deadline_s": 1.0}
+        self.hub = ModelHub(**self.settings)
         self.statuses, self.headers, self.asked, self.delay_s = {}, {}, [], 0.0
 
 
@@ -189,13 +190,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    server = Hub()
+    server = Hub(tmp_path)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(model_hub, "DEADLINE_S", 1.0)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield server
@@ -207,18 +204,18 @@ def hub(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
 def test_existing_hub_model_passes(hub, name):
     hub.statuses[f"/org/model/resolve/main/{name}"] = 200
-    find_on_hub("org/model")
+    find_on_hub("org/model", hub=hub.hub)
 
 
 def test_revision_is_the_one_passed_to_vllm(hub):
     hub.statuses["/org/model/resolve/v2/config.json"] = 200
-    find_on_hub("org/model", "v2")
+    find_on_hub("org/model", "v2", hub=hub.hub)
     assert hub.asked == ["/org/model/resolve/v2/config.json"]
 
 
-def refusal(hub, model="org/model"):
+def refusal(hub, model="org/model", **settings):
     with pytest.raises(StartupFailed) as refused:
-        find_on_hub(model)
+        find_on_hub(model, hub=ModelHub(**hub.settings | settings))
     assert model in refused.value.message
     return refused.value.message
 
@@ -241,7 +238,7 @@ def test_hub_rejection_is_reported_with_its_reason(hub, status, headers, said):
         hub.statuses[f"/org/model/resolve/main/{name}"] = status
     message = refusal(hub)
     assert said in message
-    assert constants.ENDPOINT in message
+    assert hub.hub.url in message
 
 
 def test_unresponsive_hub_times_out(hub):
@@ -252,19 +249,17 @@ def test_unresponsive_hub_times_out(hub):
     assert time.monotonic() - started < 2.5
 
 
-def test_unreachable_hub_is_named(hub, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
-    assert "cannot be reached" in refusal(hub)
+def test_unreachable_hub_is_named(hub):
+    assert "cannot be reached" in refusal(hub, url="http://127.0.0.1:1")
 
 
 def test_busy_hub_is_left_to_vllms_retries(hub):
     hub.statuses["/org/model/resolve/main/config.json"] = 429
-    find_on_hub("org/model")
+    find_on_hub("org/model", hub=hub.hub)
 
 
-def test_offline_mode_makes_no_request(hub, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in refusal(hub)
+def test_offline_mode_makes_no_request(hub):
+    assert "HF_HUB_OFFLINE" in refusal(hub, is_disabled=True)
     assert hub.asked == []
 
 
@@ -274,5 +269,5 @@ def test_cached_model_makes_no_request(hub, tmp_path):
     (repository / "refs" / "main").write_text("abc")
     (repository / "snapshots" / "abc").mkdir(parents=True)
     (repository / "snapshots" / "abc" / "config.json").write_text("{}")
-    find_on_hub("org/model")
+    find_on_hub("org/model", hub=hub.hub)
     assert hub.asked == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,28 @@ pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 from ray.exceptions import TaskPlacementGroupRemoved
 
 from medialane.cluster.ray import ray_cluster as ray
+
+
+class FakeRay:
+    """Ray without processes: not connected until `init` is called. Reservations are given up by it."""
+
+    def __init__(self, init=None, context=None, nodes=()):
+        self.init = init
+        self.is_initialized = lambda: init is None
+        self.get_runtime_context = lambda: context
+        self.nodes = lambda: list(nodes)
+        self.available_resources = dict
+        self.util = self
+
+    def placement_group(self, _bundles, *, strategy):
+        assert strategy == "SPREAD"
+        return SimpleNamespace(ready=self._ready)
+
+    def remove_placement_group(self, group):
+        """There is nothing to remove."""
+
+    async def _ready(self):
+        raise TaskPlacementGroupRemoved
 
 
 def node(address, *, alive=True, **resources):
@@ -53,13 +76,16 @@ def test_address_without_a_listener_is_one_clear_error():
         ray.RayCluster(address)
 
 
-def test_address_that_does_not_answer_is_given_up(monkeypatch):
-    def connect(_address, timeout):
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(StartupFailed, match=r"^cannot connect to Ray at 10\.0\.0\.1:6379: no answer"):
-        ray.RayCluster("10.0.0.1:6379")
+def test_address_that_does_not_answer_is_given_up():
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        host, port = full.getsockname()
+        for _ in range(8):  # the kernel accepts some of them, and answers no more
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((host, port))
+        with pytest.raises(StartupFailed, match=f"^cannot connect to Ray at {host}:{port}: no answer"):
+            ray.RayCluster(f"{host}:{port}", times=ray.RayTimes(connect_s=0.2))
 
 
 @pytest.mark.parametrize(
@@ -77,23 +103,21 @@ def test_address_that_does_not_answer_is_given_up(monkeypatch):
         ),
     ],
 )
-def test_errors_of_ray_are_one_line_with_the_reason(monkeypatch, error, text):
+def test_errors_of_ray_are_one_line_with_the_reason(error, text):
     def init(*_words, **_settings):
         raise RuntimeError(error)
 
-    monkeypatch.setattr(ray.ray, "init", init)
     with pytest.raises(StartupFailed) as found:
-        ray.RayCluster("auto")
+        ray.RayCluster("auto", api=FakeRay(init))
     assert found.value.message == f"cannot connect to Ray at auto: {text}"
 
 
-def test_cluster_that_refuses_us_may_need_its_token(monkeypatch):
+def test_cluster_that_refuses_us_may_need_its_token():
     def init(*_words, **_settings):
         raise ConnectionError("Failed to connect to Ray cluster")
 
-    monkeypatch.setattr(ray.ray, "init", init)
     with pytest.raises(StartupFailed, match="RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"):
-        ray.RayCluster("auto")
+        ray.RayCluster("auto", api=FakeRay(init))
 
 
 def test_node_that_is_started_here_keeps_little_shared_memory(monkeypatch):
@@ -105,39 +129,45 @@ def test_node_that_is_started_here_keeps_little_shared_memory(monkeypatch):
             raise ConnectionError("no Ray here")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray.ray, "init", init)
-    ray.RayCluster()
+    ray.RayCluster(api=FakeRay(init))
     assert calls == [("auto", None), ("local", 80 << 20)]
 
 
 class Services:
     """Sockets in place of Ray's head and raylet."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, lost_s=30.0):
         self.head, self.raylet = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
         context = SimpleNamespace(gcs_address=f"127.0.0.1:{self.head.getsockname()[1]}", get_node_id=lambda: "n")
-        own = {"NodeID": "n", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": self.raylet.getsockname()[1]}
-        monkeypatch.setattr(ray.ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray.ray, "get_runtime_context", lambda: context)
-        monkeypatch.setattr(ray.ray, "nodes", lambda: [own])
-        monkeypatch.setattr(ray, "CHECK_S", 0.01)
-        self.lost = asyncio.create_task(ray.RayCluster().lost())
+        own = node("127.0.0.1", CPU=8) | {"NodeID": "n", "NodeManagerPort": self.raylet.getsockname()[1]}
+        times = ray.RayTimes(check_s=0.01, lost_s=lost_s)
+        self.cluster = ray.RayCluster(api=FakeRay(context=context, nodes=[own]), times=times)
+        self.lost = asyncio.create_task(self.cluster.lost())
+
+    def close(self):
+        self.lost.cancel()
+        self.head.close()
+        self.raylet.close()
 
 
 @pytest.fixture
-async def services(monkeypatch):
-    found = Services(monkeypatch)
-    yield found
-    found.lost.cancel()
-    found.head.close()
-    found.raylet.close()
+async def services():
+    with closing(Services()) as found:
+        yield found
 
 
-async def test_raylet_that_is_gone_is_reported_at_once_and_ends_the_cluster_soon(services, monkeypatch, caplog):
+@pytest.fixture
+async def short_services():
+    """They may be away for half a second."""
+    with closing(Services(lost_s=0.5)) as found:
+        yield found
+
+
+async def test_raylet_that_is_gone_is_reported_at_once_and_ends_the_cluster_soon(short_services, caplog):
+    services = short_services
     services.raylet.close()
-    await eventually(lambda: "Ray's raylet of this host does not answer: waiting 30 s" in caplog.text)
+    await eventually(lambda: "Ray's raylet of this host does not answer: waiting 0.5 s" in caplog.text)
     assert not services.lost.done()
-    monkeypatch.setattr(ray, "LOST_S", 0.1)
     assert (await services.lost).startswith("Ray's raylet of this host does not answer: restart Ray on this host")
 
 
@@ -150,18 +180,10 @@ async def test_head_that_comes_back_in_time_costs_nothing(services, caplog):
     assert not services.lost.done()
 
 
-async def test_reservation_that_ray_gives_up_is_one_clear_error(services, monkeypatch):
-    class Group:
-        async def ready(self):
-            raise TaskPlacementGroupRemoved
-
-    monkeypatch.setattr(ray, "placement_group", lambda *_, **__: Group())
-    monkeypatch.setattr(ray, "shortage", lambda *_: "")
-    monkeypatch.setattr(ray.ray, "available_resources", dict)
-    monkeypatch.setattr(ray, "remove_placement_group", lambda _: None)
+async def test_reservation_that_ray_gives_up_is_one_clear_error(services):
     services.raylet.close()
     worker = RemoteSpec(name="worker 0", command=())
     seen = []
     with pytest.raises(StartupFailed, match=r"^Ray has given up the reservation: Ray's raylet of this host does not"):
-        await ray.RayCluster().spawn([worker], timeout_s=5, entered=lambda name, phase: seen.append((name, phase.name)))
+        await services.cluster.spawn([worker], timeout_s=5, entered=lambda name, phase: seen.append((name, phase.name)))
     assert seen == [("worker 0", "waiting for Ray's resources")]

@@ -1,3 +1,4 @@
+import asyncio
 import socket
 import stat
 import sys
@@ -7,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.cluster.ray import RemoteProcess, RemoteSpec, remote, remote_argv, remote_environ
+from installed_packages import install, is_installed
+from medialane.cluster.ray import RemoteProcess, RemoteSpec, remote_argv, remote_environ
 from medialane.types.errors import StartupFailed
+from waiting import eventually
 
 SECRET = "0123456789abcdef" * 2
 HOST = socket.gethostname()
@@ -49,18 +52,13 @@ def test_processes_of_a_host_name_the_same_folder(runtime_directory):
     assert f"unix:{runtime_directory}/medialane-node-abc/store.sock" in found
 
 
-async def test_shared_folder_is_private_and_removed_with_its_last_process(runtime_directory, monkeypatch):
-    seen = []
-
-    def argv(spec, _node):
-        folder = remote.shared_path(spec)
-        seen.append(stat.S_IMODE(folder.stat().st_mode))
-        return ["true"]
-
-    monkeypatch.setattr(remote, "remote_argv", argv)
-    process = RemoteProcess(spec(shared_folder="abc"), node="10.0.0.2")
-    assert (await process.run()).how == "exit status 0"
-    assert seen == [0o700]
+async def test_shared_folder_is_private_and_removed_with_its_last_process(runtime_directory):
+    process = RemoteProcess(spec(command=("--version",), joins_as="", shared_folder="abc"), node="10.0.0.2")
+    running = asyncio.create_task(process.run())
+    folder = runtime_directory / "medialane-node-abc"
+    await eventually(folder.exists)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (await running).how == "exit status 0"
     assert not list(runtime_directory.glob("medialane-node-*"))
 
 
@@ -80,17 +78,13 @@ def test_worker_without_reserved_gpus_sees_none():
 
 
 @pytest.mark.parametrize(("is_for_cpu", "reason"), [(True, "vLLM's build is for CPUs"), (False, "is empty")])
-def test_reserved_gpus_that_vllm_cannot_use_are_an_error(monkeypatch, is_for_cpu, reason):
-    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: is_for_cpu)
-    monkeypatch.setattr(remote, "find_hardware", lambda _: remote_hardware())
+def test_reserved_gpus_that_vllm_cannot_use_are_an_error(monkeypatch, tmp_path, is_for_cpu, reason):
+    if not is_for_cpu:
+        install(monkeypatch, tmp_path, "vllm", "0.32.0")
+    elif is_installed("vllm"):
+        pytest.skip("the installed vLLM is not for CPUs")
     with pytest.raises(StartupFailed, match=f"1 GPU reserved on {HOST}, but .*{reason}"):
-        remote_environ(spec(num_gpus=1), {"CUDA_VISIBLE_DEVICES": "4"})
-
-
-def remote_hardware(*gpus):
-    from medialane.cluster import Hardware
-
-    return Hardware(gpus, 2)
+        remote_environ(spec(num_gpus=1), {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_gateways_of_a_host_see_its_gpus():
@@ -98,14 +92,10 @@ def test_gateways_of_a_host_see_its_gpus():
     assert found == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
-def test_worker_sees_the_gpus_that_are_reserved_for_it(monkeypatch):
-    monkeypatch.setattr(remote, "find_hardware", lambda _: remote_hardware("4", "5"))
-    assert (
-        remote_environ(spec(num_gpus=2, vllm_args=("-tp", "2")), {"CUDA_VISIBLE_DEVICES": "4,5"})[
-            "CUDA_VISIBLE_DEVICES"
-        ]
-        == "4,5"
-    )
+def test_worker_sees_the_gpus_that_are_reserved_for_it(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "vllm", "0.32.0")
+    found = remote_environ(spec(num_gpus=2, vllm_args=("-tp", "2")), {"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_spec_is_a_plain_message():

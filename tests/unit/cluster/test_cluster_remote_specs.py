@@ -1,7 +1,10 @@
+import sys
+
 import msgspec
 import pytest
 
-from medialane.cluster.ray import Nodes, gateway_specs, remote, with_join_addresses, worker_specs
+from installed_packages import install, is_installed
+from medialane.cluster.ray import Nodes, gateway_specs, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.types.errors import StartupFailed
 
@@ -13,9 +16,16 @@ def config(environ=None, **flags):
 
 
 @pytest.fixture(autouse=True)
-def vllm_for_gpus(monkeypatch):
-    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: False)
-    monkeypatch.setattr(remote, "installed_version", lambda name: "0.32.0" if name == "vllm" else None)
+def vllm_for_gpus(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "vllm", "0.32.0")
+    return tmp_path
+
+
+def remove(vllm_for_gpus):
+    """Leave the one that is installed in truth."""
+    sys.path.remove(str(vllm_for_gpus))
+    if is_installed("vllm"):
+        pytest.skip("the installed vLLM is not for CPUs")
 
 
 OTHERS = ["10.0.0.2", "10.0.0.3"]
@@ -156,8 +166,8 @@ def test_gpus_are_those_that_the_flags_need(flags, vllm_args, num_gpus):
 
 
 @pytest.mark.parametrize("given", ["auto", "0"])
-def test_vllm_for_cpus_needs_no_gpus(monkeypatch, given):
-    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: True)
+def test_vllm_for_cpus_needs_no_gpus(vllm_for_gpus, given):
+    remove(vllm_for_gpus)
     (found,) = specs(config(gpus_per_worker=given), "--tensor-parallel-size", "2")
     assert found.num_gpus == 0
 
@@ -171,8 +181,9 @@ def test_vllm_for_cpus_needs_no_gpus(monkeypatch, given):
         ("1", False, True, "--gpus-per-worker 1: the vLLM flags after `--` need 2"),
     ],
 )
-def test_gpus_that_vllm_cannot_run_with_are_an_error(monkeypatch, given, is_for_cpu, has_gpus, reason):
-    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: is_for_cpu)
+def test_gpus_that_vllm_cannot_run_with_are_an_error(vllm_for_gpus, given, is_for_cpu, has_gpus, reason):
+    if is_for_cpu:
+        remove(vllm_for_gpus)
     with pytest.raises(StartupFailed, match=reason):
         specs(config(gpus_per_worker=given), "-tp", "2", has_gpus=has_gpus)
 

@@ -12,7 +12,6 @@ import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
 from medialane.cluster import child_process, running
-from medialane.runtime import heartbeat
 from medialane.runtime.phase import exits_of_host, hang_problems
 from medialane.runtime.resources import OomKills
 from medialane.types.errors import StartupFailed
@@ -82,20 +81,16 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
         assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
 
 
-@pytest.fixture
-def quick_to_find_hangs(monkeypatch):
-    monkeypatch.setattr(heartbeat, "TICK_S", 0.1)
-    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 1.0)
-    monkeypatch.setattr(heartbeat, "MAX_BUSY_S", 3.0)
-
+#: A process may be silent for 1 s, and busy for 3.
+TICK_S = 0.1
 
 BEATS = "ready()\nwhile True: beat(); time.sleep(0.1)"  # time: of a heartbeat
 
 
 @pytest.mark.parametrize("script", [BEATS, IDLE], ids=["with beats", "while it starts"])
-async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path, quick_to_find_hangs, script):
+async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path, script):
     seen = Recorder()
-    parts = [script_part(tmp_path, name, script) for name in ("store", "other")]
+    parts = [script_part(tmp_path, name, script, tick_s=TICK_S) for name in ("store", "other")]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         before = supervisor.pids
         for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -109,10 +104,10 @@ async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path,
 
 
 @pytest.mark.parametrize("hang", ["time.sleep(60)", "sum(iter(int, 1))"])  # time: a hang
-async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, quick_to_find_hangs, monkeypatch, hang):
+async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, monkeypatch, hang):
     seen, once = Recorder(), tmp_path / "once"
     blocks = f"ready(); beat()\nif not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); {hang}\n"
-    parts = [script_part(tmp_path, "store", blocks + BEATS), script_part(tmp_path, "other", BEATS)]
+    parts = [script_part(tmp_path, *part, tick_s=TICK_S) for part in (("store", blocks + BEATS), ("other", BEATS))]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         other = supervisor.pids["other"]
         monkeypatch.setenv("MEDIALANE_PHASE_FILE", str(tmp_path / "store.phase"))
@@ -126,10 +121,11 @@ async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, quick
     assert not exits_of_host()
 
 
-async def test_process_that_is_long_in_a_computation_is_no_hang(tmp_path, quick_to_find_hangs):
+async def test_process_that_is_long_in_a_computation_is_no_hang(tmp_path):
     seen = Recorder()
     computes = "ready(); beat(); end = time.monotonic() + 1.7\nwhile time.monotonic() < end: pass\n"
-    async with running(make_supervisor(tmp_path, seen, [script_part(tmp_path, "store", computes + BEATS)])):
+    parts = [script_part(tmp_path, "store", computes + BEATS, tick_s=TICK_S)]
+    async with running(make_supervisor(tmp_path, seen, parts)):
         await asyncio.sleep(2.5)  # time: of the computation, and some beats
     assert not seen.ends("store")
 
@@ -174,7 +170,7 @@ async def test_process_that_is_ready_and_exits_without_an_error_again_and_again_
 async def test_lack_of_memory_is_named_as_the_cause(tmp_path, monkeypatch, end, how):
     counters = tmp_path / "memory.events"
     counters.write_text("oom_kill 0\n")
-    monkeypatch.setattr(child_process, "OomKills", partial(OomKills, cgroups=tmp_path))
+    monkeypatch.setattr(child_process, "OomKills", partial(OomKills, cgroups=tmp_path))  # the kernel's counters
     killed = f"open({str(counters)!r}, 'w').write('oom_kill 1\\n'); {end}"
     seen = Recorder()
     later = script_part(tmp_path, "later", f"ready(); time.sleep(0.5); {killed}")  # time: seen ready before

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from intakes import Intake
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import (
@@ -15,15 +16,12 @@ from medialane.gateway import (
     AccessMiddleware,
     BoundedServer,
     GatewayConfig,
-    IntakeMiddleware,
     ScopeMiddleware,
     http_bounds,
     open_scope,
 )
 from medialane.gateway.http import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS_PATH, OPEN
-from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import StartupFailed
 
 KEY = "authorization: Bearer key\r\n"
@@ -51,8 +49,7 @@ async def app(scope, receive, send):
 async def serving(access_keys, *, header_timeout_s=20.0, **limits):
     """The gateway's middleware and HTTP server around `app`: the port."""
     config = GatewayConfig(header_timeout_s=header_timeout_s, **limits)
-    fairness = LoopFairness()
-    intake = IntakeMiddleware(app, MediaConfig(), config, fairness)
+    intake = Intake(app, config)
     access = AccessMiddleware(intake, access_keys, lambda scope: ROUTES.get(scope["path"]))
     settings = uvicorn.Config(ScopeMiddleware(access, Metrics(CollectorRegistry())), lifespan="off", log_config=None)
     server = BoundedServer(settings, bounds=http_bounds(config))
@@ -64,7 +61,7 @@ async def serving(access_keys, *, header_timeout_s=20.0, **limits):
             server.should_exit = True
             async with asyncio.timeout(10):
                 await task
-            fairness.close()
+            intake.close()
 
 
 def post(path, size, headers=""):

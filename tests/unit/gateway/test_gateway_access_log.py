@@ -7,12 +7,11 @@ import re
 from contextlib import suppress
 
 import pytest
+from intakes import Intake
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
-from medialane.media import MediaConfig
+from medialane.gateway import ScopeMiddleware, current_scope
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, Metrics, PlainFormatter, request_id
-from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import NoWorkerReady
 
 BODY = (
@@ -34,9 +33,8 @@ class Exchange:
 
     def __init__(self, app):
         self.sent, self.lines, self.texts = [], [], []
-        self._fairness = LoopFairness()
-        intake = IntakeMiddleware(app, MediaConfig(), GatewayConfig(), self._fairness)
-        self._stack = ScopeMiddleware(intake, Metrics(CollectorRegistry()), logs_requests=True)
+        self._intake = Intake(app)
+        self._stack = ScopeMiddleware(self._intake, Metrics(CollectorRegistry()), logs_requests=True)
         self.gone = asyncio.Event()
 
     async def run(self, *, body=BODY, headers=(), path="/v1/chat/completions", method="POST"):
@@ -63,7 +61,7 @@ class Exchange:
             await self._stack(scope, receive, send)
         finally:
             logger.removeHandler(log)
-            self._fairness.close()
+            self._intake.close()
         return self
 
     @property

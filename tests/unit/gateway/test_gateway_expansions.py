@@ -39,31 +39,31 @@ def learned(*prompts):
 
 
 def test_text_prompt_is_known_unchanged():
-    assert Expansions().expand([1, 2, 3], ()) == ([1, 2, 3], (), True)
+    assert Expansions().expand([1, 2, 3], ()) == ([1, 2, 3], ())
 
 
 def test_prompt_with_learned_items_is_fully_known():
     source, expanded, spans, items = source_and_expanded([9, "b", 8, "a", 7])
-    assert learned([1, "a", 2], [3, "b"]).expand(source, items) == (expanded, spans, True)
+    assert learned([1, "a", 2], [3, "b"]).expand(source, items) == (expanded, spans)
 
 
 def test_prompt_is_known_up_to_its_first_new_item():
     source, _, spans, items = source_and_expanded([9, "a", 8, "b", 7])
     found = learned([1, "a", 2]).expand(source, items)
-    assert found == ([9, *TOKENS["a"], 8], spans[:1], False)
+    assert found == ([9, *TOKENS["a"], 8], spans[:1])
 
 
 def test_expansion_is_unknown_before_a_placeholder_was_seen():
     source, _, _, items = source_and_expanded([9, "a", 8])
-    assert Expansions().expand(source, items) == ([], (), False)
-    assert not learned([1, "v", 2]).expand(source, items).is_whole
+    assert Expansions().expand(source, items) == ([], ())
+    assert not learned([1, "v", 2]).expand(source, items).media
 
 
 def test_modalities_are_distinguished():
     source, expanded, spans, items = source_and_expanded([1, "v", 2, "a", 3, "v"])
     by_modality = sorted(items, key=lambda item: item.modality)
     found = learned(["v", 2], ["a"]).expand(source, by_modality)
-    assert found == (expanded, spans, True)
+    assert found == (expanded, spans)
 
 
 def test_placeholder_of_several_tokens_is_learned():
@@ -93,15 +93,15 @@ def test_memory_is_bounded_and_evicts_unused_entries():
     assert found.learn(source, expanded, spans)
     found.expand([IMAGE], [Item("a", "image")])
     assert found.learn([VIDEO], TOKENS["v"], [MediaSpan("v", 0, 4, "video", 4)])
-    assert found.expand([IMAGE], [Item("a", "image")]).is_whole
-    assert not found.expand([IMAGE], [Item("b", "image")]).is_whole
+    assert found.expand([IMAGE], [Item("a", "image")]).media
+    assert not found.expand([IMAGE], [Item("b", "image")]).media
 
 
 @given(st.lists(st.one_of(st.integers(0, 20), st.sampled_from(["a", "b", "v"])), min_size=1, max_size=30))
 def test_learned_expansion_reproduces_its_prompt(parts):
     source, expanded, spans, items = source_and_expanded(parts)
     found = learned(["a", 1], ["b", 2], ["v", 3])
-    assert found.expand(source, items) == (expanded, spans, True)
+    assert found.expand(source, items) == (expanded, spans)
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "v"])), min_size=1, max_size=30))
@@ -130,11 +130,11 @@ def test_long_placeholder_is_searched_in_linear_time():
     found = Expansions()
     assert found.learn([1, *placeholder, 2], [1, 900, 2], [MediaSpan("x", 1, 1, "image", 1)])
     started = time.thread_time()
-    assert not found.expand([5] * 32_000, [Item("x", "image")]).is_whole
+    assert not found.expand([5] * 32_000, [Item("x", "image")]).media
     assert time.thread_time() - started < 0.05
 
 
 def test_token_beyond_unicode_is_not_learned():
     found = Expansions()
     assert not found.learn([1, 2**31, 2], [1, 900, 2], [MediaSpan("x", 1, 1, "image", 1)])
-    assert not found.expand([2**31], [Item("x", "image")]).is_whole
+    assert not found.expand([2**31], [Item("x", "image")]).media

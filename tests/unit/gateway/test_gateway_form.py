@@ -53,7 +53,7 @@ async def test_app_gets_a_reference_instead_of_the_file():
     (ref,) = found.refs
     assert (ref.modality, ref.param, ref.data) == ("audio", "file", SOUND)
     assert await read_by_app(found.body) == {"model": "m", "file": b"medialane:0", "language": "en"}
-    assert not found.report
+    assert not found.wants_report
 
 
 async def test_content_that_looks_like_a_reference_is_a_file_like_any_other():
@@ -91,7 +91,7 @@ def test_form_is_bounded_without_its_files():
 
 
 def test_field_medialane_requests_a_report():
-    assert extracted(field(b"medialane", b'{"report": true}'), file(b"file", SOUND)).report
+    assert extracted(field(b"medialane", b'{"report": true}'), file(b"file", SOUND)).wants_report
 
 
 @pytest.mark.parametrize(

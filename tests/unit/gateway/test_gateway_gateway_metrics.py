@@ -72,9 +72,9 @@ async def serving(members):
 
 
 async def test_scrape_of_any_gateway_covers_all(serving):
-    serving[0].metrics.count_error("invalid_image")
+    serving[0].metrics.request_errors.labels("invalid_image").inc()
     for _ in range(2):
-        serving[1].metrics.count_error("invalid_image")
+        serving[1].metrics.request_errors.labels("invalid_image").inc()
     for member in serving:
         page = await member.scrape()
         assert by_gateway(page, "medialane_request_errors_total") == {"0": 1, "1": 2}
@@ -103,7 +103,7 @@ async def test_each_family_has_one_header(serving):
 
 
 async def test_gateway_that_is_gone_is_exposed_with_its_last_values(members, clock):
-    members[1].metrics.count_error("invalid_image")
+    members[1].metrics.request_errors.labels("invalid_image").inc()
     async with members[0].group.endpoint(), members[1].group.endpoint():
         await members[0].scrape()
     clock.now += MIN_INTERVAL_S
@@ -114,7 +114,7 @@ async def test_gateway_that_is_gone_is_exposed_with_its_last_values(members, clo
 
 async def test_frequent_scrapes_do_not_read_the_others_again(serving, clock):
     await serving[0].scrape()
-    serving[1].metrics.count_error("invalid_image")
+    serving[1].metrics.request_errors.labels("invalid_image").inc()
     assert by_gateway(await serving[0].scrape(), "medialane_request_errors_total") == {}
     clock.now += MIN_INTERVAL_S
     assert by_gateway(await serving[0].scrape(), "medialane_request_errors_total") == {"1": 1}

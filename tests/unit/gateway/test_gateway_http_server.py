@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -13,8 +12,8 @@ import pytest
 import trustme
 import uvicorn
 
+from limits import no_free_descriptors
 from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
-from medialane.wire import acceptor
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -191,22 +190,12 @@ async def test_pending_handshakes_do_not_delay_the_stop(files):
     await until_num_sockets(before)
 
 
-class ExhaustedSocket(socket.socket):
-    """Fails its first accept like a process without file descriptors."""
-
-    num_failures = 1
-
-    def accept(self):
-        if self.num_failures:
-            self.num_failures -= 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return super().accept()
-
-
-async def test_exhausted_file_descriptors_pause_the_accept(files, client_context, caplog, monkeypatch):
-    monkeypatch.setattr(acceptor, "_ACCEPT_RETRY_S", 0.05)
-    monkeypatch.setattr(socket, "socket", ExhaustedSocket)
-    async with serving(files) as port, tls_connection(port, client_context) as client:
-        assert await status(*client) == 200
-    assert "no connection can be accepted for" in caplog.text
+async def test_exhausted_file_descriptors_pause_the_accept(files, client_context, caplog):
+    async with serving(files) as port:
+        with socket.socket() as waiting, no_free_descriptors():
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+            await eventually(lambda: "no connection can be accepted for" in caplog.text)
+        async with tls_connection(port, client_context) as client:
+            assert await status(*client) == 200
     assert caplog.records[-1].levelno <= logging.WARNING

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medialane.gateway import GatewayConfig, References, RequestScope
-from medialane.gateway.intake import Intake
+from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake import extract as extract_with
 from medialane.media import MAX_URL_BYTES, MediaConfig
 from medialane.types.errors import (
@@ -58,7 +58,7 @@ def test_payload_becomes_a_reference_and_its_bytes():
     (ref,) = found.refs
     assert (ref.modality, ref.data, ref.media_type) == ("image", PIXELS, "image/png")
     assert ref.param == "messages[0].content[1].image_url"
-    assert ref.salt == found.cache_salt == "tenant"
+    assert ref.salt == "tenant"
 
 
 def test_url_is_kept_for_fetching():
@@ -306,21 +306,21 @@ def test_video_data_url_with_image_type_is_base64():
 def test_medialane_fields_are_removed(body, left):
     found = extract(body.encode(), CONFIG)
     assert found.body.decode().replace(" ", "") == left.replace(" ", "")
-    assert found.report == ("true" in body)
+    assert found.wants_report == ("true" in body)
 
 
 def test_report_may_be_requested_with_media():
     body = {"medialane": {"report": True}, **chat(image(PNG)), "z": PNG}
     found = extracted(body)
     assert json.loads(found.body) == {**chat(image("medialane:0")), "z": PNG}
-    assert found.report
+    assert found.wants_report
     assert found.refs[0].data == PIXELS
 
 
 @pytest.mark.parametrize("own", [{}, {"report": False}])
 def test_report_is_not_requested_by_default(own):
     found = extracted({"medialane": own, **chat(image(PNG))})
-    assert not found.report
+    assert not found.wants_report
     assert "medialane" not in json.loads(found.body)
 
 
@@ -423,7 +423,7 @@ def test_non_string_uuid_is_ignored(uuid):
     found = extracted(chat({"type": "image_url", "image_url": {"url": PNG}, "uuid": uuid}))
     assert found.refs[0].alias is None
     body = json.dumps(chat({"type": "image_url", "image_url": None, "uuid": uuid})).encode()
-    assert extract(body, CONFIG) == Intake(body, model="m")
+    assert extract(body, CONFIG) == ExtractedMedia((), body, model="m")
 
 
 def embeds(shape=(2, 3)) -> str:
@@ -556,7 +556,6 @@ def test_embeddings_with_too_many_fields_are_rejected(num_fields):
 @pytest.mark.parametrize("salt", [None, 5, ["x"], {}])
 def test_non_string_salt_is_left_to_the_application(salt):
     found = extracted(chat(image(PNG), cache_salt=salt))
-    assert found.cache_salt is None
     assert found.refs[0].salt == ""
 
 

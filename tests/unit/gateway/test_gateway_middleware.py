@@ -6,12 +6,12 @@ import json
 import tracemalloc
 
 import pytest
+from intakes import Intake
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
+from medialane.gateway import GatewayConfig, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import BodyTooLarge
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaSize
@@ -56,9 +56,8 @@ class Exchange:
     def __init__(self, app, config=None, **limits):
         self.registry = CollectorRegistry()
         self.sent = []
-        self._turns = LoopFairness()
-        intake = IntakeMiddleware(app, MediaConfig(**limits), config or GatewayConfig(), self._turns)
-        self._stack = ScopeMiddleware(intake, Metrics(self.registry))
+        self._intake = Intake(app, config, MediaConfig(**limits))
+        self._stack = ScopeMiddleware(self._intake, Metrics(self.registry))
 
     async def run(self, *chunks, method="POST", headers=JSON, leaves=False, kind="http", path="/v1/chat/completions"):
         messages = [
@@ -75,7 +74,7 @@ class Exchange:
         try:
             await self._stack({"type": kind, "method": method, "path": path, "headers": headers}, receive, send)
         finally:
-            self._turns.close()
+            self._intake.close()
         return self
 
     @property

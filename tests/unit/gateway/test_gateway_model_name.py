@@ -17,6 +17,8 @@ IMAGE = "iVBORw0KGgo/" * 1000
 def found(body, content_type=JSON, size=1 << 16):
     """The name, and how many bytes it took to find it."""
     search, fed = search_of(content_type), 0
+    if search is None:
+        return None, 0
     while fed < len(body) and not search.is_over:
         search.feed(body[fed : fed + size])
         fed = min(len(body), fed + size)
@@ -142,6 +144,6 @@ def test_name_in_a_form_is_that_of_its_field(size):
 
 @pytest.mark.parametrize("boundary", [b"", b"b" * 257, b"boundary=" * 1000, b'"' * 60_000])
 def test_form_whose_boundary_no_parser_takes_has_no_name(boundary):
-    search = search_of(b"multipart/form-data; boundary=" + boundary)
-    search.feed(b"--b\r\n\r\n")
-    assert search.name is None
+    if (search := search_of(b"multipart/form-data; boundary=" + boundary)) is not None:
+        search.feed(b"--b\r\n\r\n")
+        assert search.name is None

@@ -164,14 +164,14 @@ async def test_state_adds_up_what_requests_do():
     assert "secret" not in json.dumps(state)
 
 
-def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
+async def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     """Whoever has an id may fetch its response from vLLM's response store."""
     member, tried = Member(), record("resp_secret", worker="w0")
     tried.attempt_failed("w0", 0, None, "worker_lost")
     decision = RoutingDecision("w1", "longest cached prefix", num_tokens=9)
     tried.sending(decision, is_sent=False)
     member.live(tried)
-    page = member.endpoints.decisions({"limit": "2"})
+    page = await member.endpoints.decisions({"limit": "2"})
     assert b"resp_secret" not in page
     about, failed = json.loads(page)["decisions"]
     assert about["request_id_sha256"] == failed["request_id_sha256"] == hashlib.sha256(b"resp_secret").hexdigest()

@@ -12,7 +12,6 @@ from medialane.gateway import PlainHashes, open_scope
 from medialane.gateway.request.assembly import Assembly
 from medialane.gateway.request.media import RequestMedia
 from medialane.media import MediaConfig
-from medialane.runtime.tasks import LoopFairness
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_media import sample_jpeg
 from medialane.types.errors import InvalidRequest
@@ -71,9 +70,6 @@ class Hasher:
         self.decodes = decodes
         self.items = []
 
-    def has_name(self, ref):
-        return ref.alias is not None
-
     def needs_decoding(self, item):
         return self.decodes
 
@@ -85,10 +81,9 @@ class Hasher:
 class Hashed:
     """What became of a prompt."""
 
-    def __init__(self, arena, hasher):
+    def __init__(self, arena, hasher, fairness):
         self.features = Features(arena)
-        self.fairness = LoopFairness()
-        self.plain = PlainHashes(hasher, self.features, fairness=self.fairness, media=MediaConfig())
+        self.plain = PlainHashes(hasher, self.features, fairness=fairness, media=MediaConfig())
 
     async def of(self, *refs):
         with open_scope() as scope:
@@ -107,17 +102,16 @@ class Hashed:
 
 
 @pytest.fixture
-def hashed(arena):
+def hashed(arena, fairness):
     made = []
 
     def make(hasher):
-        made.append(Hashed(arena, hasher))
+        made.append(Hashed(arena, hasher, fairness))
         return made[-1]
 
     yield make
     for each in made:
         each.plain.close()
-        each.fairness.close()
 
 
 async def test_encoded_bytes_are_hashed_where_they_are(hashed):

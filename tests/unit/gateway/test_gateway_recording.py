@@ -9,21 +9,18 @@ import stat
 import time
 
 import pytest
+from intakes import Intake
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import (
     MAX_PENDING_BYTES,
-    GatewayConfig,
-    IntakeMiddleware,
     Recorder,
     RecordingConfig,
     ScopeMiddleware,
     current_scope,
     parse_stand_in,
 )
-from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import StartupFailed
 from waiting import eventually
 
@@ -55,18 +52,17 @@ class RecordingGateway:
 
     def __init__(self, file, *, max_pending_bytes=MAX_PENDING_BYTES, **settings):
         self.file = file
-        self._fairness = LoopFairness()
         config = RecordingConfig(file=str(file), **settings)
         self.recorder = Recorder.open(config, max_pending_bytes=max_pending_bytes)
-        intake = IntakeMiddleware(self._app, MediaConfig(), GatewayConfig(), self._fairness, keeps_bodies=True)
-        self._stack = ScopeMiddleware(intake, Metrics(CollectorRegistry()), recorder=self.recorder)
+        self._intake = Intake(self._app, keeps_bodies=True)
+        self._stack = ScopeMiddleware(self._intake, Metrics(CollectorRegistry()), recorder=self.recorder)
 
     async def __aenter__(self):
         return self
 
     async def __aexit__(self, *_):
         await self.recorder.close()
-        self._fairness.close()
+        self._intake.close()
 
     @staticmethod
     async def _app(scope, receive, send):

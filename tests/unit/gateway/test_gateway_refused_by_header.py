@@ -3,14 +3,13 @@
 import json
 
 import pytest
+from intakes import Intake
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
+from medialane.gateway import GatewayConfig, ScopeMiddleware, current_scope
 from medialane.gateway.admission import Queues
-from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.routing import Router
-from medialane.runtime.tasks import LoopFairness
 
 SMALL = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 LARGE_BYTES = 200_000
@@ -29,12 +28,11 @@ class Gateway:
         self.queues = Queues(self.config, Router(), self.metrics, has_priorities=has_priorities, clock=clock)
         self.flows = []
         self.passes_by = passes_by
-        self._fairness = LoopFairness()
-        intake = IntakeMiddleware(self._app, MediaConfig(), self.config, self._fairness, queues=self.queues)
+        self._intake = Intake(self._app, self.config, queues=self.queues)
 
         async def clients(scope, receive, send):
             current_scope().passes_by = self.passes_by
-            await intake(scope, receive, send)
+            await self._intake(scope, receive, send)
 
         self._stack = ScopeMiddleware(clients, self.metrics)
 
@@ -80,7 +78,7 @@ class Gateway:
             flow.sent(each, self.clock())
 
     def close(self):
-        self._fairness.close()
+        self._intake.close()
 
 
 @pytest.fixture

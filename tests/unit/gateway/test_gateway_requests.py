@@ -7,6 +7,7 @@ import pytest
 
 from medialane.gateway import ShmTransport, TransferPath
 from medialane.gateway.http import usable_id
+from medialane.gateway.operators import RequestSums
 from medialane.gateway.records import (
     RecentRequests,
     RequestFilter,
@@ -228,7 +229,9 @@ def test_rates_of_gateways_add_up():
         request.generated_tokens = 7
         request.ended(is_disconnected=False)
         rates.add(request)
-    summed = series([*one.steps(), *other.steps()], now)
+    parts = [RequestSums(steps=rates.steps()) for rates in (one, other)]
+    summed = series(sum(parts, start=RequestSums()).steps, now)
+    assert [step.requests for step in one.steps().values()] == [2], "the sum is another object"
     assert summed.values["requests"][-1] == 3
     assert summed.values["generated_tokens"][-1] == 21
     assert summed.values["requests"][:-1] == [0] * 179
@@ -241,7 +244,7 @@ def test_steps_older_than_a_quarter_of_an_hour_are_forgotten():
     rates = RequestRates(lambda: now)
     rates.add(ended(RecentRequests(), good()))
     now += 901
-    assert rates.steps() == []
+    assert not rates.steps()
 
 
 @pytest.mark.parametrize(("ms", "share", "expected"), [(1, 0.5, 1.0), (1500, 0.5, 1536.0), (200_000, 1.0, 262144.0)])

@@ -33,15 +33,18 @@ def card_of(encoder):
     return EncoderCard(encoder, "bfloat16", {"image": 8}) if encoder else None
 
 
+def routed(*links):
+    """The pool of these links, which have joined, and its routes."""
+    pool = WorkerPool(links)
+    routes = Routes(Router(seed=1), pool, Metrics(CollectorRegistry()))
+    for link in links:
+        link.join()
+    return pool, routes
+
+
 @pytest.fixture
 def make_routes():
-    def make(*links):
-        routes = Routes(Router(seed=1), WorkerPool(links), Metrics(CollectorRegistry()))
-        for link in links:
-            link.join()
-        return routes
-
-    return make
+    return lambda *links: routed(*links)[1]
 
 
 def left_to_worker(number):
@@ -61,21 +64,15 @@ def with_large_media(number):
     return EngineRequest(f"m{number}", ExpandedPrompt([1, 7, 3]), b""), prepared
 
 
-def test_prompt_is_hashed_once_for_its_new_items_and_its_worker(make_routes, monkeypatch):
-    sizes = []
-
-    def hashed(tokens, *, block_size, **kwargs):
-        sizes.append(block_size)
-        return prompt_block_ids(tokens, block_size=block_size, **kwargs)
-
-    monkeypatch.setattr("medialane.gateway.request.route.prompt_block_ids", hashed)
+def test_prompt_is_hashed_once_for_its_new_items_and_its_worker(make_routes):
+    """For each size of blocks; what was hashed is kept."""
     routes, block_ids = make_routes(link_to("w0"), link_to("w1", block_size=32)), {}
     request, prepared = with_large_media(7)
     assert routes.new_items(request, prepared, block_ids) == {f"{7:064x}"}
+    hashed = dict(block_ids)
     routes.choose(request, prepared, block_ids=block_ids)
-    assert sizes == [16, 32]
-    routes.choose(request, prepared)
-    assert sizes == [16, 32, 16, 32]
+    assert block_ids.keys() == {16, 32}
+    assert all(block_ids[size] is ids for size, ids in hashed.items())
 
 
 def test_concurrent_new_images_share_a_worker_before_their_position_is_known(make_routes):
@@ -188,21 +185,21 @@ def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
     ("encoders", "expected"),
     [(["d", "d"], "d"), (["d", ""], "d"), (["d", "e"], ""), (["", ""], ""), ([], "")],
 )
-def test_embeddings_are_those_of_the_one_encoder_that_all_workers_have(make_routes, encoders, expected):
+def test_embeddings_are_those_of_the_one_encoder_that_all_workers_have(encoders, expected):
     links = [link_to(f"w{number}", encoder=encoder) for number, encoder in enumerate(encoders)]
-    assert make_routes(*links).encoder == expected
+    assert routed(*links)[0].encoder == expected
 
 
-def test_encoder_workers_with_another_encoder_change_nothing_for_the_others(make_routes):
-    assert make_routes(link_to("w0", encoder="d"), link_to("e0", encoder="e", role="encoder")).encoder == "d"
-    assert make_routes(link_to("e0", encoder="e", role="encoder")).encoder == ""
+def test_encoder_workers_with_another_encoder_change_nothing_for_the_others():
+    assert routed(link_to("w0", encoder="d"), link_to("e0", encoder="e", role="encoder"))[0].encoder == "d"
+    assert routed(link_to("e0", encoder="e", role="encoder"))[0].encoder == ""
 
 
 @pytest.mark.parametrize(("change", "expected"), [("joined", "e"), ("left", ""), ("moved", ""), ("cleared", "e")])
-def test_encoder_follows_the_workers(make_routes, change, expected):
+def test_encoder_follows_the_workers(change, expected):
     link = link_to("w0", encoder="d")
-    routes = make_routes(link)
-    assert routes.encoder == "d"
+    pool, _ = routed(link)
+    assert pool.encoder == "d"
     match change:
         case "joined":
             link.lose()
@@ -213,7 +210,7 @@ def test_encoder_follows_the_workers(make_routes, change, expected):
             link.worker.report(ArenaMapped("another"))
         case "cleared":
             link.worker.report(EncoderCleared(card_of("e")))
-    assert routes.encoder == expected
+    assert pool.encoder == expected
 
 
 def test_known_embedding_is_part_of_what_is_routed(make_routes):

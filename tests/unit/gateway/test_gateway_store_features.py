@@ -15,9 +15,16 @@ from medialane.media import MediaConfig
 from medialane.observability import StageTimeline, TimelineReport
 from medialane.observability.timeline import ReportedStep
 from medialane.prepare import Described
-from medialane.runtime.tasks import LoopFairness
-from medialane.store import AliasResolved, DescribeItem, ImageSize, ItemDescribed, ItemFound, ResolveAlias, SendData
-from medialane.store.client import ConnectionLost
+from medialane.store import (
+    AliasResolved,
+    ConnectionLost,
+    DescribeItem,
+    ImageSize,
+    ItemDescribed,
+    ItemFound,
+    ResolveAlias,
+    SendData,
+)
 from medialane.types.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
 from medialane.types.feature import Feature
 from medialane.types.hashing import content_hash, feature_key
@@ -108,13 +115,6 @@ class Budget:
 @pytest.fixture
 def link():
     return Link()
-
-
-@pytest.fixture
-def fairness():
-    fairness = LoopFairness()
-    yield fairness
-    fairness.close()
 
 
 @pytest.fixture

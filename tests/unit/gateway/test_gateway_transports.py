@@ -6,12 +6,11 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.gateway import InlineTransport, PullTransport, ShmTransport, Transport, Transports
-from medialane.gateway.request import transfer_paths as module
 from medialane.observability import StageTimeline
 from medialane.types.errors import HandoverFailed
 from medialane.types.feature import Embedding, Feature, MediaPayload, RemoteEntry
 from medialane.types.media import MediaSize
-from medialane.types.stage import STAGES, Stage
+from medialane.types.stage import STAGES
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 SPEC = TensorSpec("uint8", (1000,))
@@ -81,14 +80,6 @@ def test_allowed_transfer_paths_are_tried_best_first(stage, choice, same_host, s
 )
 def test_store_of_another_host_pulls_what_a_worker_here_would_map(choice, same_host, can_pull, expected):
     assert paths("auto", choice, Worker(same_host, can_pull)) == expected
-
-
-def test_new_stage_needs_only_a_table_row(monkeypatch):
-    row = Stage("embeddings", "embedded", (), same_processor=True, instead="features", fallback="features")
-    monkeypatch.setitem(STAGES, "embeddings", row)
-    monkeypatch.setattr(module, "BEST_STAGE", "embeddings")
-    assert paths("auto", "shm", Worker()) == ["embeddings/shm", *FEATURES[:1], *URL[:1]]
-    assert paths("auto", "auto", Worker(same_host=False, same_processor=False)) == [*DECODED_INLINE, *URL_INLINE]
 
 
 class Rdma(Transport):

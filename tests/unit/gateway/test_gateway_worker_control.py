@@ -12,7 +12,7 @@ from medialane.observability import Metrics
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import InvalidRequest
 from medialane.wire import Hello, RpcConfig
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)

@@ -6,6 +6,7 @@ import threading
 import pytest
 from kept_bodies import KeptFiles
 
+from limits import no_free_descriptors
 from medialane.media import FetchLimits, local_files
 from medialane.media.local_files import OpenFile
 from medialane.runtime.linux import libc
@@ -19,6 +20,7 @@ from medialane.types.errors import (
     Unavailable,
 )
 from medialane.types.hashing import content_hash
+from races import before
 from waiting import eventually
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)
@@ -56,25 +58,22 @@ async def content(files, url):
     return data
 
 
-def failing(number):
-    def call(*_arguments):
-        ctypes.set_errno(number)
+@pytest.fixture(params=["openat2", errno.ENOSYS, errno.EPERM])
+def way(request, monkeypatch):
+    """All ways of opening: by openat2, and without it in older kernels and in sandboxes."""
+
+    def refuse(*_arguments):
+        ctypes.set_errno(request.param)
         return -1
 
-    return call
-
-
-@pytest.fixture(params=["openat2", "walk"])
-def way(request, monkeypatch):
-    """Both ways of opening; the second is for kernels and sandboxes without the first."""
-    if request.param == "walk":
-        monkeypatch.setattr(libc, "syscall", failing(errno.ENOSYS))
+    if request.param != "openat2":
+        monkeypatch.setattr(libc, "syscall", refuse)
     return request.param
 
 
-async def test_server_without_free_files_is_not_the_clients_fault(files, root, monkeypatch):
-    monkeypatch.setattr(libc, "syscall", failing(errno.EMFILE))
-    with pytest.raises(Unavailable):
+async def test_server_without_free_files_is_not_the_clients_fault(files, root):
+    await content(files, f"file://{root}/sub/c.png")  # the threads have started
+    with no_free_descriptors(), pytest.raises(Unavailable):
         await files.read(f"file://{root}/sub/c.png", LIMITS)
 
 
@@ -154,11 +153,6 @@ async def test_no_descriptor_is_left_open(files, root, way):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_filtered_openat2_falls_back_to_walking(files, root, monkeypatch):
-    monkeypatch.setattr(libc, "syscall", failing(errno.EPERM))
-    assert await content(files, f"file://{root}/sub/c.png") == b"other"
-
-
 class Pieces:
     """A body that tells what it was given."""
 
@@ -192,31 +186,34 @@ async def test_file_is_written_to_the_body_in_chunks(files, root):
     ]
 
 
-async def test_file_growing_after_the_open_is_limited(files, root, monkeypatch):
-    monkeypatch.setattr(local_files, "OpenFile", lambda descriptor, _: OpenFile(descriptor, 5))
-    body = Pieces()
+async def test_file_growing_after_the_open_is_limited(files, root):
+    class Growing(Pieces):
+        def expect(self, num_bytes):
+            super().expect(num_bytes)
+            (root / "a b.png").write_bytes(bytes(101))
+
+    body = Growing()
     with pytest.raises(MediaTooLarge):
-        await files.read(f"file://{root}/large", LIMITS, open_body=lambda: body)
+        await files.read(f"file://{root}/a%20b.png", LIMITS, open_body=lambda: body)
     assert body.calls == [("expect", 5), ("abandon",)]
 
 
 @pytest.mark.parametrize("slow", ["open", "read"])
 async def test_cancelled_read_leaves_no_descriptor_or_body(files, root, slow, monkeypatch):
-    before, gate, body = set(os.listdir("/proc/self/fd")), threading.Event(), Pieces()
+    opened, gate, body = set(os.listdir("/proc/self/fd")), threading.Event(), Pieces()
+    read = OpenFile.read
 
-    def waiting(work):
-        def wait(*args):
-            assert gate.wait(5)
-            return work(*args)
+    def wait():
+        assert gate.wait(5)
 
-        return wait
+    def slow_read(file):
+        wait()
+        return read(file)
 
-    if slow == "open":
-        monkeypatch.setattr(local_files, "open_beneath", waiting(local_files.open_beneath))
-    else:
-        monkeypatch.setattr(OpenFile, "read", waiting(OpenFile.read))
-    with pytest.raises(MediaFetchTimeout):
+    if slow == "read":
+        monkeypatch.setattr(OpenFile, "read", slow_read)
+    with before("open", *[wait] * (slow == "open")), pytest.raises(MediaFetchTimeout):
         await files.read(f"file://{root}/sub/c.png", FetchLimits(100, 0.2), open_body=lambda: body)
     assert body.calls[-1] == ("abandon",)
     gate.set()
-    await eventually(lambda: not set(os.listdir("/proc/self/fd")) - before, "a thread closes the file")
+    await eventually(lambda: not set(os.listdir("/proc/self/fd")) - opened, "a thread closes the file")

@@ -2,13 +2,11 @@ import gc
 import io
 import json
 import logging
-import os
 import re
 import sys
 import time
 import warnings
 import weakref
-from functools import partial
 
 import pytest
 
@@ -173,11 +171,11 @@ def test_line_with_wrong_arguments_does_not_raise(capsys):
     assert "Logging error" in capsys.readouterr().err
 
 
-def test_count_of_repetitions_does_not_have_the_id_of_another_request(monkeypatch, clock):
-    stream = io.StringIO()
-    monkeypatch.setattr("medialane.observability.logging.LimitedHandler", partial(LimitedHandler, clock=clock))
-    configure(LoggingConfig(), stream)
-    logger = logging.getLogger("medialane.test")
+def test_count_of_repetitions_does_not_have_the_id_of_another_request(clock):
+    stream, logger = io.StringIO(), logging.Logger("medialane.test")
+    handler = LimitedHandler(stream, clock=clock)
+    handler.setFormatter(PlainFormatter())
+    logger.addHandler(handler)
     for _ in range(2):
         logger.warning("lost")
     clock.now += 10
@@ -279,7 +277,8 @@ def test_what_code_prints_becomes_lines_of_json():
 @pytest.mark.usefixtures("root_restored", "streams_restored")
 def test_process_that_is_executed_logs_as_the_one_that_has_executed_it(monkeypatch, capfd):
     log = configure(LoggingConfig(format="json", level="error"), io.StringIO(), component="store")
-    monkeypatch.setattr(os, "environ", {**os.environ, **log.environ()})
+    for name, value in log.environ().items():
+        monkeypatch.setenv(name, value)
     configure_child("forkserver")
     logging.getLogger("medialane").warning("not this")
     logging.getLogger("medialane").error("this")

@@ -1,7 +1,14 @@
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from medialane.observability import Metrics, StageTimeline
+from medialane.observability import (
+    Metrics,
+    StageTimeline,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    wait_metrics,
+)
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 from medialane.types.stats import (
     ArenaStats,
@@ -56,8 +63,8 @@ def test_time_to_first_token_is_of_requests_that_had_one(metrics, registry):
 
 def test_queues_and_waits_are_exposed_for_autoscalers(metrics, registry):
     waits = WaitStats({"w0": 2.5, "w1": 0.5}, 0.75)
-    metrics.watch_queues(lambda: {"engine": QueueStats(3, 1.5, 0.25)})
-    metrics.watch_waits(lambda: waits)
+    metrics.watch(lambda: queue_metrics({"engine": QueueStats(3, 1.5, 0.25)}))
+    metrics.watch(lambda: wait_metrics(waits))
     value = registry.get_sample_value
     queue = {"queue": "engine"}
     names = ("requests", "seconds", "oldest_seconds")
@@ -69,29 +76,19 @@ def test_queues_and_waits_are_exposed_for_autoscalers(metrics, registry):
 
 
 def test_failures_are_counted_by_type(metrics, registry):
-    metrics.count_error("invalid_image")
-    metrics.count_fallback("features/shm", "handover_failed")
-    metrics.count_worker_lost("unix:/w0")
+    metrics.request_errors.labels("invalid_image").inc()
+    metrics.transfer_fallbacks.labels("features/shm", "handover_failed").inc()
+    metrics.worker_losses.labels("unix:/w0").inc()
     value = registry.get_sample_value
     assert value("medialane_request_errors_total", {"code": "invalid_image"}) == 1
     assert value("medialane_transfer_fallbacks_total", {"path": "features/shm", "reason": "handover_failed"}) == 1
     assert value("medialane_worker_losses_total", {"worker": "unix:/w0"}) == 1
 
 
-def test_worker_that_has_left_is_no_longer_exposed(metrics, registry):
-    for worker in ("a", "b"):
-        metrics.count_worker_lost(worker)
-    metrics.forget_worker("a")
-    metrics.forget_worker("never lost")
-    value = registry.get_sample_value
-    assert value("medialane_worker_losses_total", {"worker": "a"}) is None
-    assert value("medialane_worker_losses_total", {"worker": "b"}) == 1
-
-
 def test_state_is_read_at_every_scrape(metrics, registry):
     arena = arena_stats(published_bytes=40, pinned_bytes=15, num_evictions=7)
     preparers = pool_stats(num_busy=1, num_restarts=5, num_queued=4, queue_s=1.5)
-    metrics.watch_store(lambda: StoreStats(arena, preparers))
+    metrics.watch(lambda: store_metrics(StoreStats(arena, preparers)))
     value = registry.get_sample_value
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 25
     assert value("medialane_arena_evictions_total") == 7
@@ -118,7 +115,7 @@ def test_memory_of_all_processes_is_one_family(metrics, registry):
 def test_embeddings_of_the_store_are_exposed_by_outcome_and_state(metrics, registry):
     embeddings = EmbeddingStats(num_found=6, num_filled=5, num_dropped=4, num_waited=3, num_writing=2, num_revoking=1)
     arena = arena_stats(encoded_bytes=1, decoded_bytes=2, processed_bytes=3, embedded_bytes=4)
-    metrics.watch_store(lambda: StoreStats(arena, pool_stats(), embeddings=embeddings))
+    metrics.watch(lambda: store_metrics(StoreStats(arena, pool_stats(), embeddings=embeddings)))
 
     def values(name, label, *keys):
         return [registry.get_sample_value(name, {label: key}) for key in keys]
@@ -131,7 +128,7 @@ def test_embeddings_of_the_store_are_exposed_by_outcome_and_state(metrics, regis
 
 def test_lost_store_has_no_state_rather_than_a_stale_one(metrics, registry):
     stats = StoreStats(arena_stats(num_evictions=7), pool_stats(num_busy=1))
-    metrics.watch_store(lambda: stats)
+    metrics.watch(lambda: store_metrics(stats))
     value = registry.get_sample_value
     assert value("medialane_arena_evictions_total") == 7
     stats = None
@@ -150,7 +147,7 @@ def test_router_is_read_at_every_scrape(metrics, registry):
         event_lag_s={"w0": 0.25},
         num_event_gaps={"w0": 4},
     )
-    metrics.watch_routing(lambda: stats)
+    metrics.watch(lambda: routing_metrics(stats))
     value = registry.get_sample_value
     assert value("medialane_routing_blocks") == 10
     assert value("medialane_routing_entries") == 15
@@ -162,28 +159,12 @@ def test_router_is_read_at_every_scrape(metrics, registry):
     assert value("medialane_kv_event_gaps_total", {"worker": "w0"}) == 4
 
 
-def test_cached_tokens_are_counted_as_predicted_and_as_reported(metrics, registry):
-    metrics.count_prompt(100, routed_cached=64, engine_cached=48)
-    metrics.count_prompt(10, routed_cached=0, engine_cached=None)
-    tokens = {
-        kind: registry.get_sample_value("medialane_prompt_tokens_total", {"kind": kind})
-        for kind in ("all", "routed_cached", "engine_cached")
-    }
-    assert tokens == {"all": 110, "routed_cached": 64, "engine_cached": 48}
-
-
 def test_reason_why_a_worker_keeps_no_embeddings_is_exposed(metrics, registry):
     card = ModelCard("m", 4096, 16, {}, no_embeddings="the encoder's ranks differ")
     workers = [Endpoint("w0", "unix:/w0", ready=True, load=WorkerLoad(), num_in_flight=0, card=card)]
     metrics.watch_workers(lambda: workers)
     labels = {"worker": "w0", "reason": "the encoder's ranks differ"}
     assert registry.get_sample_value("medialane_worker_keeps_embeddings", labels) == 0
-
-
-def test_modalities_with_predicted_headers_are_exposed(metrics, registry):
-    metrics.watch_predictions(lambda: {"image": 1.0, "audio": 0.0})
-    value = registry.get_sample_value
-    assert [value("medialane_headers_predicted", {"modality": name}) for name in ("image", "audio")] == [1, 0]
 
 
 def test_worker_is_in_exactly_one_state(metrics, registry):
@@ -205,7 +186,7 @@ def test_worker_is_in_exactly_one_state(metrics, registry):
 
 
 def test_closed_metrics_unregister(metrics, registry):
-    metrics.watch_store(lambda: StoreStats(arena_stats(), pool_stats()))
+    metrics.watch(lambda: store_metrics(StoreStats(arena_stats(), pool_stats())))
     metrics.close()
     metrics.close()
     assert b"medialane" not in generate_latest(registry)
@@ -218,23 +199,13 @@ def test_figures_of_the_host_are_apart_from_those_of_the_gateway():
     metrics.watch_workers(
         lambda: [Endpoint("w0", "unix:/w0", ready=True, num_in_flight=2, load=WorkerLoad(num_running=3))]
     )
-    metrics.watch_gateways(lambda: {"0": 1.0, "1": 0.0})
+    metrics.watch(lambda: store_metrics(StoreStats(arena_stats(num_entries=4), pool_stats())), of_host=True)
     assert own.get_sample_value("medialane_worker_in_flight", {"worker": "w0"}) == 2
     assert own.get_sample_value("medialane_worker_connected", {"worker": "w0"}) == 1, "others may not reach it"
     assert own.get_sample_value("medialane_worker_running", {"worker": "w0"}) is None
     assert host.get_sample_value("medialane_worker_running", {"worker": "w0"}) == 3
-    assert host.get_sample_value("medialane_gateway_up", {"gateway": "1"}) == 0
+    assert own.get_sample_value("medialane_arena_entries") is None
+    assert host.get_sample_value("medialane_arena_entries") == 4
     metrics.close()
     assert not list(own.collect())
     assert not list(host.collect())
-
-
-def test_embeddings_of_requests_are_counted_by_outcome_with_what_they_saved(metrics, registry):
-    metrics.count_embeddings("loaded")
-    metrics.count_embeddings("fallback", 2)
-    metrics.count_embeddings("fallback", 0)
-    metrics.count_saved_encoding(100, 0.25)
-    assert registry.get_sample_value("medialane_embeddings_total", {"outcome": "loaded"}) == 1
-    assert registry.get_sample_value("medialane_embeddings_total", {"outcome": "fallback"}) == 2
-    assert registry.get_sample_value("medialane_embedding_loaded_bytes_total") == 100
-    assert registry.get_sample_value("medialane_encoder_saved_seconds_total") == 0.25

@@ -5,7 +5,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.observability import MetricMirror, MetricReader, Metrics
+from medialane.observability import MetricMirror, MetricReader, Metrics, engine_metrics
 from medialane.observability.worker_metrics import PIECE_SERIES
 from medialane.types.stats import MetricChanges, MetricFamily, MetricSeries
 
@@ -38,7 +38,7 @@ def pair():
 def shown(**mirrors):
     """The response to a scrape of the gateway."""
     registry = CollectorRegistry()
-    Metrics(registry).watch_engines(lambda: mirrors)
+    Metrics(registry).watch(lambda: engine_metrics(mirrors))
     return generate_latest(registry).decode()
 
 

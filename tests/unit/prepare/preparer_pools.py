@@ -61,11 +61,6 @@ def put(arena: Arena, data: bytes) -> Lease[EncodedMedia]:
     return arena.keep(reservation, encoded)
 
 
-def refuse_reading(*_: object) -> None:
-    """Replaces `read_into`, as where the kernel does not let a process read another's memory."""
-    raise PermissionError
-
-
 @contextlib.contextmanager
 def _with_threads() -> Iterator[None]:
     """A process of tests has threads, at the fork of a fork server, which has none."""
@@ -94,7 +89,7 @@ def make_pool(
     on_loaded: Callable[[], None] = lambda: None,
     **settings: object,
 ) -> PreparerPool:
-    config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 15.0, **settings})
+    config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 60.0, **settings})
     return PreparerPool(
         config,
         factory=FACTORY,

@@ -6,6 +6,7 @@ Loaded by the fork server as `taken_over_processor:build_processor`.
 import ctypes
 import fcntl
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -79,6 +80,10 @@ def start_thread():
     assert ran
 
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def import_late():
     assert LATE not in sys.modules
     importlib.import_module(LATE)
@@ -116,12 +121,16 @@ def report_tensors(num_tensors):
     send_report(need_range([{"dtype": "uint8", "shape": [1]}] * num_tensors, [1] * num_tensors))
 
 
+def report_addresses(addresses):
+    send_report(need_range([{"dtype": "uint8", "shape": [1]}] * 2, addresses))
+
+
 def report_header(num_bytes):
     send_report(need_range([], []) | {"header": bytes(num_bytes), "unknown": [[]] * 100_000})
 
 
 def report_durations(seconds):
-    threading.Timer(0.2, os._exit, (0,)).start()
+    threading.Timer(0.2, die).start()
     send_report(need_range([], []) | {"header": b"{}", "decode_s": float(seconds), "process_s": float(seconds)})
 
 
@@ -131,7 +140,7 @@ def report_error(code, message):
 
 
 def current_job():
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while "job" not in frame.f_locals:
         frame = frame.f_back
     return frame.f_locals["job"].job_id
@@ -153,6 +162,7 @@ def need_range(specs, addresses):
 ATTACKS = {
     "report shape": report_shape,
     "report tensors": report_tensors,
+    "report addresses": report_addresses,
     "report header": report_header,
     "report durations": report_durations,
     "report error": report_error,
@@ -190,7 +200,7 @@ ATTACKS = {
     "own signals": own_signals,
     "pin": lambda pid: os.sched_setaffinity(pid, {0}),
     "priority": lambda pid: os.setpriority(os.PRIO_PROCESS, pid, 19),
-    "fork": lambda: os.fork() or os._exit(0),
+    "fork": lambda: os.fork() or die(),
     "vfork": lambda: call(58),
     "spawn": lambda: subprocess.run([sys.executable, "-c", ""], check=False),
     "exec": lambda: os.execv("/bin/true", ["true"]),
@@ -202,7 +212,7 @@ ATTACKS = {
     "mount": lambda: checked(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)),
     "become undumpable": lambda: checked(libc.prctl(4, 0, 0, 0, 0)),
     "change limits": lambda: checked(libc.setrlimit(4, bytes(16))),
-    "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "die": die,
     # What must go on working.
     "state": state,
     "thread": start_thread,

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import resource
 import signal
@@ -18,15 +19,18 @@ from medialane.types.errors import StartupFailed
 from waiting import wait_until
 
 
+def exit_code(work: Callable[[], object]) -> int:
+    """Of a forked child that does `work`."""
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    return child.exitcode
+
+
 def in_child(check: Callable[[], bool]) -> bool:
     """The result of a forked child: limits cannot be undone."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os._exit(0 if check() else 1)
-        finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return exit_code(lambda: sys.exit(not check())) == 0
 
 
 def test_memory_limit_is_enforced():
@@ -60,13 +64,12 @@ def test_core_dumps_are_disabled_and_the_oom_score_is_not_lowered():
 
 
 def test_fault_ends_the_process_despite_library_handlers():
-    pid = os.fork()
-    if pid == 0:
+    def fault() -> None:
         signal.signal(signal.SIGSEGV, lambda *_: None)
         sandbox.restore_fault_handlers()
         os.kill(os.getpid(), signal.SIGSEGV)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+
+    assert exit_code(fault) == -signal.SIGSEGV
 
 
 def test_all_sockets_except_the_kept_one_are_closed():

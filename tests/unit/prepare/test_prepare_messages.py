@@ -42,8 +42,7 @@ def test_control_report_round_trips(message):
     [
         m.ProcessItem(1, EncodedMedia("image", "f" * 64, "image/png", RANGE, 64, 10), b"{}", b"{}"),
         m.Range(1, RANGE),
-        m.NoRange(1),
-        m.Copied(1),
+        m.FreeTensors(1),
     ],
 )
 def test_job_request_round_trips(message):

@@ -9,11 +9,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import uvloop
-from preparer_pools import FACTORY, children, forkserver_of, is_running, make_pool, png, put, refuse_reading, running
+from preparer_pools import FACTORY, children, forkserver_of, is_running, make_pool, png, put, running
 
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
@@ -25,10 +24,6 @@ from medialane.prepare import (
     job_run,
     preparers,
 )
-from medialane.prepare.forkserver_process import ForkserverProcess
-from medialane.prepare.messages import MAX_FRAME_BYTES, NeedRange
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
-from medialane.prepare.sandbox import WRITE_ARENA
 from medialane.runtime import heartbeat
 from medialane.types.errors import (
     ArenaFull,
@@ -77,48 +72,25 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
     assert timeline.seconds["process"] > 0
 
 
-async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logged(arena, encoded, monkeypatch, caplog):
-    monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)
+@pytest.mark.usefixtures("_preparers_write")
+async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logged(arena, encoded, caplog):
     async with running(make_pool(arena)) as pool:
         with await pool.prepare_item(encoded, options(scale=2.0, by_content=True), "a" * 64) as lease:
             pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
             total = np.frombuffer(pixels, np.float32).sum(dtype=np.float64)
             assert json.loads(lease.value.header) == {"sum": total / 2}
-    assert WRITE_ARENA in caplog.text
+    assert "change other requests' media in shared memory" in caplog.text
 
 
-@pytest.mark.parametrize("forged", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
-async def test_preparer_reporting_invalid_tensor_addresses_is_killed(arena, encoded, monkeypatch, forged):
-    monkeypatch.setattr(PreparerProcess, "receive", forging(PreparerProcess.receive, forged))
-    async with running(make_pool(arena)) as pool:
-        (before,) = pool.preparer_pids
-        with pytest.raises(PreparerCrashed):
-            await pool.prepare_item(encoded, b"{}", "a" * 64)
-        monkeypatch.undo()
-        await eventually(lambda: pool.stats().num_alive == 1)
-        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
-        assert pool.preparer_pids != (before,)
-        assert arena.stats().num_reservations == 0
-
-
-def forging(receive, addresses):
-    async def forged(self):
-        report = await receive(self)
-        return msgspec.structs.replace(report, addresses=addresses) if isinstance(report, NeedRange) else report
-
-    return forged
-
-
-@pytest.mark.parametrize("at_once_bytes", [job_run.COPIED_AT_ONCE_BYTES, 1 << 20])
-async def test_large_tensors_are_copied_completely(arena, monkeypatch, at_once_bytes):
+@pytest.mark.parametrize(("width", "height"), [(900, 700), (1300, 1000)])
+async def test_large_tensors_are_copied_completely(arena, width, height):
     """By the event loop, or by a thread."""
-    monkeypatch.setattr(job_run, "COPIED_AT_ONCE_BYTES", at_once_bytes)
-    with put(arena, png(900, 700, seed=9)) as encoded:
+    with put(arena, png(width, height, seed=9)) as encoded:
         async with running(make_pool(arena)) as pool:
             with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
-                assert lease.value.nbytes > 7_000_000
+                assert (lease.value.nbytes > job_run.COPIED_AT_ONCE_BYTES) == (width > 1000)
                 pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
-                expected = np.random.default_rng(9).integers(0, 256, (700, 900, 3), dtype=np.uint8)
+                expected = np.random.default_rng(9).integers(0, 256, (height, width, 3), dtype=np.uint8)
                 assert np.array_equal(np.frombuffer(pixels, np.float32), expected.astype(np.float32).ravel())
 
 
@@ -204,20 +176,26 @@ async def test_item_whose_preparer_dies_again_fails_at_once(arena, encoded):
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
-async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(arena, encoded, monkeypatch):
-    monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)  # preparers that write themselves
+@pytest.fixture
+def stopped(before_sending):
+    """The pid of the first preparer that gets a range to write, which is stopped before it does."""
+    pids = []
+
+    async def stop(preparer, request):
+        if type(request).__name__ == "Range" and not pids:
+            pids.append(preparer.pid)
+            os.kill(preparer.pid, signal.SIGSTOP)
+
+    before_sending.append(stop)
+    return pids
+
+
+@pytest.mark.usefixtures("_preparers_write")
+async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(arena, encoded, stopped):
     async with running(make_pool(arena)) as pool:
-        (victim,) = pool.preparer_pids
-        reserve = arena.reserve
-
-        def reserve_and_stop_the_writer(num_bytes, kind, **options):
-            os.kill(victim, signal.SIGSTOP)
-            return reserve(num_bytes, kind, **options)
-
-        monkeypatch.setattr(arena, "reserve", reserve_and_stop_the_writer)
         job = asyncio.create_task(pool.prepare_item(encoded, b"{}", "a" * 64))
-        await eventually(lambda: arena.stats().num_reservations == 1)
-        monkeypatch.undo()
+        await eventually(lambda: stopped)
+        (victim,) = stopped
         await asyncio.sleep(0.1)  # time: in which the range is not freed
         assert arena.stats().num_reservations == 1
         os.kill(victim, signal.SIGKILL)
@@ -226,27 +204,23 @@ async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(a
         (await job).release()  # it was run again
 
 
-async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, monkeypatch):
+@pytest.mark.usefixtures("_preparers_write")
+async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, stopped):
     abandoned_while_running = []
-    monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)  # preparers that write themselves
+
+    def watch(reserve):
+        reservation = reserve()
+        abandon = reservation.abandon
+
+        def watched_abandon():
+            abandoned_while_running.append(is_running(stopped[0]))
+            abandon()
+
+        reservation.abandon = watched_abandon
+        return reservation
+
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
-        (victim,) = pool.preparer_pids
-        reserve = arena.reserve
-
-        def watched_reserve(num_bytes, kind, **options):
-            os.kill(victim, signal.SIGSTOP)
-            reservation = reserve(num_bytes, kind, **options)
-            abandon = reservation.abandon
-
-            def watched_abandon():
-                abandoned_while_running.append(is_running(victim))
-                abandon()
-
-            reservation.abandon = watched_abandon
-            monkeypatch.setattr(arena, "reserve", reserve)  # of the second try
-            return reservation
-
-        monkeypatch.setattr(arena, "reserve", watched_reserve)
+        arena.reserving.append(watch)
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         await eventually(lambda: arena.stats().num_reservations == 0)
     assert abandoned_while_running == [False]
@@ -307,42 +281,30 @@ async def test_options_too_large_for_a_frame_fail_only_their_job(arena, encoded)
     async with running(make_pool(arena)) as pool:
         before = pool.preparer_pids
         with pytest.raises(PreparationFailed):
-            await pool.prepare_item(encoded, options(padding="x" * MAX_FRAME_BYTES), "a" * 64)
+            await pool.prepare_item(encoded, options(padding="x" * 2 * MAX_HEADER_BYTES), "a" * 64)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert pool.preparer_pids == before
 
 
-async def test_unexpected_exception_fails_only_its_job_and_preparer(arena, encoded, monkeypatch):
+async def test_unexpected_exception_fails_only_its_job_and_preparer(arena, encoded):
     async with running(make_pool(arena)) as pool:
         (before,) = pool.preparer_pids
 
-        def publish(*_):
-            raise TypeError("a bug")
-
-        monkeypatch.setattr(arena, "publish", publish)
+        arena.publish_errors.append(TypeError("a bug"))
         with pytest.raises(PreparationFailed):
             await pool.prepare_item(encoded, b"{}", "a" * 64)
-        monkeypatch.undo()
         await eventually(lambda: pool.stats().num_alive == 1)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(before)
         assert pool.stats().num_forkserver_restarts == 0
 
 
-async def test_exception_outside_of_jobs_restarts_media_preparation(arena, encoded, monkeypatch):
+async def test_exception_outside_of_jobs_restarts_media_preparation(arena, encoded, fork_errors):
     async with running(make_pool(arena)) as pool:
-        forks = []
-        fork = ForkserverProcess.fork
-
-        async def fork_that_fails_once(self, on_exit):
-            forks.append(on_exit)
-            if len(forks) == 1:
-                raise RuntimeError("a bug")
-            return await fork(self, on_exit)
-
-        monkeypatch.setattr(ForkserverProcess, "fork", fork_that_fails_once)
-        os.kill(pool.preparer_pids[0], signal.SIGKILL)
-        await eventually(lambda: len(forks) == 2 and pool.stats().num_alive == 1, timeout_s=15)
+        fork_errors.append(RuntimeError("a bug"))
+        (killed,) = pool.preparer_pids
+        os.kill(killed, signal.SIGKILL)
+        await eventually(lambda: pool.stats().num_alive == 1 and pool.preparer_pids != (killed,), timeout_s=15)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert pool.stats().num_forkserver_restarts == 1
 
@@ -542,20 +504,15 @@ async def test_preparer_that_is_never_idle_is_replaced_in_time(arena, encoded):
             lease.release()
 
 
-async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_predecessor(arena, encoded, monkeypatch):
+async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_predecessor(
+    arena, encoded, fork_errors, monkeypatch
+):
     monkeypatch.setattr(preparers, "SUCCESSOR_RETRY_S", 0.1)
     async with running(make_pool(arena, max_preparer_age_s=0.1)) as pool:
-        fork, failures = ForkserverProcess.fork, [PreparerLost("no memory")] * 2
-
-        async def failing(self, on_exit):
-            if failures:
-                raise failures.pop()
-            return await fork(self, on_exit)
-
-        monkeypatch.setattr(ForkserverProcess, "fork", failing)
+        fork_errors += ["no memory"] * 2
         (victim,) = pool.preparer_pids
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
-        await eventually(lambda: not failures)
+        await eventually(lambda: not fork_errors)
         assert pool.preparer_pids == (victim,)
         await eventually(lambda: pool.stats().num_alive == 1 and pool.preparer_pids != (victim,))
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
@@ -618,8 +575,7 @@ async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-async def test_dead_spare_is_replaced_without_affecting_jobs(arena, encoded, monkeypatch):
-    monkeypatch.setattr(forkserver_process, "INITIAL_BACKOFF_S", 0.05)
+async def test_dead_spare_is_replaced_without_affecting_jobs(arena, encoded):
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: pool.spare_pid is not None)
         before, first = pool.preparer_pids, pool.spare_pid
@@ -670,11 +626,14 @@ async def test_hanging_forkserver_is_replaced(arena, encoded, monkeypatch):
         assert not is_running(forkserver)
 
 
-async def test_stopped_forkserver_is_found_without_a_request_and_its_jobs_go_on_at_the_spare(
-    arena, encoded, monkeypatch
-):
+@pytest.fixture
+def _impatient(monkeypatch):
+    """A process that hangs is found after two seconds instead of ten."""
     monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 2.0)
-    monkeypatch.setattr(heartbeat, "TICK_S", 0.2)
+
+
+@pytest.mark.usefixtures("_impatient")
+async def test_stopped_forkserver_is_found_without_a_request_and_its_jobs_go_on_at_the_spare(arena, encoded):
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: pool.spare_pid is not None)
         spare, (forkserver,) = pool.spare_pid, children()
@@ -687,8 +646,8 @@ async def test_stopped_forkserver_is_found_without_a_request_and_its_jobs_go_on_
         (await job).release()
 
 
-async def test_stopped_spare_is_replaced_before_it_is_needed(arena, encoded, monkeypatch):
-    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 3.0)
+@pytest.mark.usefixtures("_impatient")
+async def test_stopped_spare_is_replaced_before_it_is_needed(arena, encoded):
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: pool.spare_pid is not None)
         spare = pool.spare_pid

@@ -119,7 +119,7 @@ async def test_fork_server_that_nobody_takes_ends_with_its_store():
             os.write(writer, str(waiting).encode())
             signal.pause()
         finally:
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
     waiting = int(os.read(reader, 20))
     assert is_running(waiting)
     os.kill(store, signal.SIGKILL)

@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 
-from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, NoRange, PreparerReady, encode_frame
-from medialane.prepare.preparer_process import PidfdProcess, PreparerLost, PreparerProcess
+from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, FreeTensors, PreparerReady, encode_frame
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.wire.child_channel import PidfdProcess
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ async def test_report_is_read_however_it_is_fragmented(peer, handle):
     [
         LENGTH.pack(MAX_FRAME_BYTES + 1),
         LENGTH.pack(3) + b"abc",
-        encode_frame(NoRange(1)),
+        encode_frame(FreeTensors(1)),
         LENGTH.pack(100) + b"the end comes too early",
         b"",
     ],
@@ -75,7 +76,7 @@ async def test_request_to_a_closed_channel_kills_the_preparer(peer, handle):
     preparer = handle()
     peer[1].close()
     with pytest.raises(PreparerLost):
-        await preparer.send(NoRange(1))
+        await preparer.send(FreeTensors(1))
     await preparer.stop(0)
 
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from preparer_pools import is_running, make_pool, refuse_reading, running
+from preparer_pools import is_running, make_pool, png, put, running
 
-from medialane.prepare import forkserver_process, job_run, pool
-from medialane.prepare.job_run import JobRunner
-from medialane.prepare.messages import Copied
+from builders import checked_arena
+from medialane.prepare import job_run
 from medialane.prepare.preparer_process import PreparerProcess
 from medialane.types.errors import (
     ArenaFull,
@@ -32,41 +31,36 @@ def start(used, encoded, mm_hash, **options) -> asyncio.Task:
 
 
 @pytest.fixture
-def sent(monkeypatch) -> list[str]:
+def sent(before_sending) -> list[str]:
     """Names of the messages that were sent to preparers."""
     names = []
-    send = PreparerProcess.send
 
-    async def recording(self, request):
+    async def note(_preparer, request):
         names.append(type(request).__name__)
-        await send(self, request)
 
-    monkeypatch.setattr(PreparerProcess, "send", recording)
+    before_sending.append(note)
     return names
 
 
 class FirstCopy:
     """Interrupts the end of the first copy until `resume` is set; `pid` is then the preparer's."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, before_sending) -> None:
         self.begun, self.resume = asyncio.Event(), asyncio.Event()
         self.pid = 0
-        send = PreparerProcess.send
+        before_sending.append(self._interrupt)
 
-        async def interrupted(preparer, request):
-            if isinstance(request, Copied) and not self.begun.is_set():
-                self.pid = preparer.pid
-                self.begun.set()
-                await self.resume.wait()
-            await send(preparer, request)
-
-        monkeypatch.setattr(PreparerProcess, "send", interrupted)
+    async def _interrupt(self, preparer, request):
+        if type(request).__name__ == "FreeTensors" and not self.begun.is_set():
+            self.pid = preparer.pid
+            self.begun.set()
+            await self.resume.wait()
 
 
 @asynccontextmanager
-async def two_jobs(arena, encoded, monkeypatch, settings=None, **second) -> AsyncIterator[tuple]:
+async def two_jobs(arena, encoded, before_sending, settings=None, **second) -> AsyncIterator[tuple]:
     """A pool whose only preparer runs the second job while the copy of the first is interrupted."""
-    copy = FirstCopy(monkeypatch)
+    copy = FirstCopy(before_sending)
     async with running(make_pool(arena, **settings or {})) as used:
         jobs = [start(used, encoded, FIRST), start(used, encoded, SECOND, **second)]
         await copy.begun.wait()
@@ -77,23 +71,36 @@ async def test_next_job_is_sent_before_tensors_are_copied(arena, encoded, sent):
     async with running(make_pool(arena)) as used:
         for lease in await asyncio.gather(*(start(used, encoded, key) for key in (FIRST, SECOND, THIRD))):
             lease.release()
-    assert sent == ["ProcessItem", "ProcessItem", "Copied", "ProcessItem", "Copied", "Copied"]
+    assert sent == ["ProcessItem", "ProcessItem", "FreeTensors", "ProcessItem", "FreeTensors", "FreeTensors"]
 
 
-@pytest.mark.parametrize("reason", ["large tensors", "last job", "preparers write"])
-async def test_next_job_waits(arena, encoded, monkeypatch, sent, reason):
-    if reason == "large tensors":
-        monkeypatch.setattr(job_run, "OVERLAPPED_BYTES", 1000)
+@pytest.fixture
+def large_png():
+    """Made outside of the event loop."""
+    return png(1700, 1700)
+
+
+async def test_next_job_waits_for_the_copy_of_large_tensors(sent, large_png):
+    with checked_arena(128 << 20) as large_arena, put(large_arena, large_png) as large:
+        async with running(make_pool(large_arena)) as used:
+            for lease in await asyncio.gather(start(used, large, FIRST), start(used, large, SECOND)):
+                assert lease.value.nbytes > job_run.OVERLAPPED_BYTES
+                lease.release()
+    assert sent == ["ProcessItem", "FreeTensors"] * 2
+
+
+@pytest.mark.parametrize("reason", ["last job", "preparers write"])
+async def test_next_job_waits(request, arena, encoded, sent, reason):
     if reason == "preparers write":
-        monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)
+        request.getfixturevalue("_preparers_write")
     async with running(make_pool(arena, max_jobs_per_preparer=reason == "last job")) as used:
         for lease in await asyncio.gather(start(used, encoded, FIRST), start(used, encoded, SECOND)):
             lease.release()
-    assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "Copied"] * 2
+    assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "FreeTensors"] * 2
 
 
-async def test_preparer_killed_with_two_jobs_fails_neither(arena, encoded, monkeypatch):
-    async with two_jobs(arena, encoded, monkeypatch, sleep_s=0.3) as (used, copy, *jobs):
+async def test_preparer_killed_with_two_jobs_fails_neither(arena, encoded, before_sending):
+    async with two_jobs(arena, encoded, before_sending, sleep_s=0.3) as (used, copy, *jobs):
         os.kill(copy.pid, signal.SIGKILL)
         await eventually(lambda: not is_running(copy.pid))
         copy.resume.set()
@@ -103,8 +110,8 @@ async def test_preparer_killed_with_two_jobs_fails_neither(arena, encoded, monke
         assert (stats.num_done, stats.num_failed, stats.num_restarts) == (2, 0, 1)
 
 
-async def test_item_that_crashes_its_preparer_fails_only_its_own_job(arena, encoded, monkeypatch):
-    async with two_jobs(arena, encoded, monkeypatch, fault="kill") as (used, copy, first, second):
+async def test_item_that_crashes_its_preparer_fails_only_its_own_job(arena, encoded, before_sending):
+    async with two_jobs(arena, encoded, before_sending, fault="kill") as (used, copy, first, second):
         await eventually(lambda: not is_running(copy.pid))
         copy.resume.set()
         (await first).release()
@@ -130,26 +137,25 @@ async def test_invalid_tensors_fail_only_their_own_job(arena, encoded, monkeypat
             await second
 
 
-async def test_hanging_next_job_times_out_alone(arena, encoded, monkeypatch):
+async def test_hanging_next_job_times_out_alone(arena, encoded, before_sending):
     settings = {"image_timeout_s": 0.5}
-    async with two_jobs(arena, encoded, monkeypatch, settings, fault="hang") as (_, copy, first, second):
+    async with two_jobs(arena, encoded, before_sending, settings, fault="hang") as (_, copy, first, second):
         copy.resume.set()
         (await first).release()
         with pytest.raises(PreparerTimeout):
             await second
 
 
-async def test_copy_past_the_deadline_fails_no_job(arena, encoded, monkeypatch):
-    async with two_jobs(arena, encoded, monkeypatch, {"image_timeout_s": 0.5}) as (used, _copy, first, second):
+async def test_copy_past_the_deadline_fails_no_job(arena, encoded, before_sending):
+    async with two_jobs(arena, encoded, before_sending, {"image_timeout_s": 0.5}) as (used, _copy, first, second):
         for job in (first, second):
             (await job).release()
         assert used.stats().num_restarts == 1
 
 
-async def test_cancelled_next_job_is_stopped(arena, encoded, monkeypatch):
-    monkeypatch.setattr(pool, "ABANDONED_S", 0.05)
+async def test_cancelled_next_job_is_stopped(arena, encoded, before_sending):
     settings = {"image_timeout_s": 60.0}
-    async with two_jobs(arena, encoded, monkeypatch, settings, sleep_s=30) as (used, copy, first, second):
+    async with two_jobs(arena, encoded, before_sending, settings, sleep_s=30) as (used, copy, first, second):
         second.cancel()
         await asyncio.wait([second])
         copy.resume.set()
@@ -159,8 +165,8 @@ async def test_cancelled_next_job_is_stopped(arena, encoded, monkeypatch):
         assert not arena.contains(SECOND)
 
 
-async def test_cancelled_job_is_not_retried(arena, encoded, monkeypatch):
-    async with two_jobs(arena, encoded, monkeypatch, sleep_s=0.3) as (used, copy, first, second):
+async def test_cancelled_job_is_not_retried(arena, encoded, before_sending):
+    async with two_jobs(arena, encoded, before_sending, sleep_s=0.3) as (used, copy, first, second):
         second.cancel()
         await asyncio.wait([second])
         os.kill(copy.pid, signal.SIGKILL)
@@ -171,15 +177,11 @@ async def test_cancelled_job_is_not_retried(arena, encoded, monkeypatch):
         assert not arena.contains(SECOND)
 
 
-async def test_full_arena_fails_only_its_own_job(arena, encoded, monkeypatch):
-    reserve, failures = arena.reserve, [ArenaFull("no space")]
+async def test_full_arena_fails_only_its_own_job(arena, encoded):
+    def fail(_reserve):
+        raise ArenaFull("no space")
 
-    def failing_once(num_bytes, kind, **options):
-        if failures:
-            raise failures.pop()
-        return reserve(num_bytes, kind, **options)
-
-    monkeypatch.setattr(arena, "reserve", failing_once)
+    arena.reserving.append(fail)
     async with running(make_pool(arena)) as used:
         first, second = start(used, encoded, FIRST), start(used, encoded, SECOND)
         with pytest.raises(ArenaFull):
@@ -188,25 +190,22 @@ async def test_full_arena_fails_only_its_own_job(arena, encoded, monkeypatch):
         assert used.stats().num_restarts == 0
 
 
-async def test_next_job_that_cannot_be_sent_fails_alone(arena, encoded, monkeypatch):
-    send = JobRunner.send
-
-    async def refusing(runner, job, preparer):
-        if job.mm_hash == SECOND:
+async def test_next_job_that_cannot_be_sent_fails_alone(arena, encoded, before_sending):
+    async def refuse(_preparer, request):
+        if type(request).__name__ == "ProcessItem" and b"second" in request.options:
             raise PreparationFailed("too large")
-        await send(runner, job, preparer)
 
-    monkeypatch.setattr(JobRunner, "send", refusing)
+    before_sending.append(refuse)
     async with running(make_pool(arena)) as used:
-        first, second = start(used, encoded, FIRST), start(used, encoded, SECOND)
+        first, second = start(used, encoded, FIRST), start(used, encoded, SECOND, name="second")
         (await first).release()
         with pytest.raises(PreparationFailed, match="too large"):
             await second
         assert used.stats().num_restarts == 0
 
 
-async def test_close_fails_both_jobs_of_a_preparer(arena, encoded, monkeypatch):
-    async with two_jobs(arena, encoded, monkeypatch, sleep_s=4) as (used, _copy, *jobs):
+async def test_close_fails_both_jobs_of_a_preparer(arena, encoded, before_sending):
+    async with two_jobs(arena, encoded, before_sending, sleep_s=4) as (used, _copy, *jobs):
         await used.close()
         for job in jobs:
             with pytest.raises(Unavailable):

@@ -9,7 +9,6 @@ from preparer_pools import make_pool, png, put, running
 
 from medialane.prepare import job_run
 from medialane.prepare.job_run import MAX_ENDED, MAX_ITEMS, QUARANTINE_S, Quarantine
-from medialane.prepare.preparer_process import PreparerProcess
 from medialane.types.errors import PreparerCrashed, PreparerTimeout, Unavailable
 from waiting import eventually
 
@@ -49,18 +48,16 @@ async def test_three_hangs_of_an_item_refuse_it(arena, encoded):
 
 
 @pytest.fixture
-def num_to_stop(monkeypatch):
+def num_to_stop(before_sending):
     """How many of the next preparers are stopped when they get a job."""
     left = [0]
-    send = PreparerProcess.send
 
-    async def stopped_before(preparer, request):
+    async def stop(preparer, _request):
         if left[0]:
             left[0] -= 1
             os.kill(preparer.pid, signal.SIGSTOP)
-        await send(preparer, request)
 
-    monkeypatch.setattr(PreparerProcess, "send", stopped_before)
+    before_sending.append(stop)
     return left
 
 

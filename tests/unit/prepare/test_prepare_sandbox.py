@@ -222,6 +222,16 @@ async def test_size_of_a_reported_tensor_is_that_of_none(taken_over):
         await taken_over.tries("report shape", 1, 1 << 40)
 
 
+@pytest.mark.parametrize("addresses", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
+async def test_preparer_that_reports_invalid_addresses_of_tensors_is_replaced(taken_over, addresses):
+    (before,) = taken_over.pool.preparer_pids
+    with pytest.raises(PreparerCrashed):
+        await taken_over.tries("report addresses", addresses)
+    assert await taken_over.tries("clock") is None
+    assert taken_over.pool.preparer_pids != (before,)
+    assert taken_over.arena.stats().num_reservations == 0
+
+
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "1e300"])
 async def test_reported_durations_do_not_change_what_the_store_expects(taken_over, seconds):
     with suppress(PreparerCrashed):

@@ -4,10 +4,11 @@ from medialane.routing import BlockIndex, RoutingConfig
 from medialane.routing.block_index import PendingBlocks
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.policies import policy
+from medialane.routing.policies import Policy
 from medialane.routing.prediction import PredictionMonitor
-from medialane.routing.routed_request import SlotState
+from medialane.routing.routed_request import RouterState
 from medialane.routing.slots import SlotTable
+from medialane.types.retry_after import Places
 
 
 class RouterParts:
@@ -19,10 +20,20 @@ class RouterParts:
         self.caches = EncoderCaches()
         self.predictions = PredictionMonitor(grace_s=1, clock=clock)
         self.costs = CostModel(self.config)
-        self.state = SlotState(self.slots, self.index, self.pending, self.caches, self.predictions)
+        self.state = RouterState(
+            self.config.router,
+            self.costs,
+            self.slots,
+            self.index,
+            self.pending,
+            self.caches,
+            self.predictions,
+            {},
+            Places(clock=clock),
+        )
 
     def policy(self, name, *, seed=None):
-        return policy(name, costs=self.costs, slots=self.slots, index=self.index, pending=self.pending, seed=seed)
+        return Policy(name, costs=self.costs, slots=self.slots, index=self.index, pending=self.pending, seed=seed)
 
 
 def scoring_input(request, holders_of=None, *, candidates, session_slot=None):

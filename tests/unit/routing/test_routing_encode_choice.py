@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.routing import EncodeCosts, EncoderQueue, NewItem, RoutingConfig, choose_encoder, least_loaded
+from medialane.routing import EncodeCosts, NewItem, RoutingConfig, choose_encoder, least_loaded
 
 COSTS = EncodeCosts(embed_ms=0.05, request_ms=5.0, load_ms_per_mib=0.1)
 IMAGE = NewItem(1000, 8 << 20)
@@ -13,48 +13,41 @@ IDLE, BUSY = 0, 20
 
 def test_costs_are_those_of_the_router():
     config = RoutingConfig(encoder_ms_per_token=0.5, request_ms=2.0, load_ms_per_mib=0.25)
-    assert EncodeCosts.of(config).encoder_ms(NewItem(10, 4 << 20), EncoderQueue(7.0)) == 5 + 2 + 1 + 7
+    assert EncodeCosts.of(config).encoder_ms(NewItem(10, 4 << 20), 7.0) == 5 + 2 + 1 + 7
 
 
 def test_without_encoders_the_worker_encodes():
     assert choose_encoder(IMAGE, [], BUSY, COSTS) is None
-    assert least_loaded(IMAGE, [], COSTS) is None
+    assert least_loaded([]) is None
 
 
 def test_idle_worker_encodes_itself():
-    assert choose_encoder(IMAGE, [EncoderQueue()], IDLE, COSTS) is None
+    assert choose_encoder(IMAGE, [0.0], IDLE, COSTS) is None
 
 
 def test_running_sequences_are_not_delayed_while_an_encoder_is_idle():
-    assert choose_encoder(IMAGE, [EncoderQueue()], 2, COSTS) == 0
+    assert choose_encoder(IMAGE, [0.0], 2, COSTS) == 0
 
 
 def test_encoder_with_a_queue_longer_than_all_delays_at_the_worker_is_not_used():
-    limit = COSTS.worker_ms(IMAGE, BUSY) - COSTS.encoder_ms(IMAGE, EncoderQueue())
-    assert choose_encoder(IMAGE, [EncoderQueue(limit - 1)], BUSY, COSTS) == 0
-    assert choose_encoder(IMAGE, [EncoderQueue(limit + 1)], BUSY, COSTS) is None
+    limit = COSTS.worker_ms(IMAGE, BUSY) - COSTS.encoder_ms(IMAGE, 0.0)
+    assert choose_encoder(IMAGE, [limit - 1], BUSY, COSTS) == 0
+    assert choose_encoder(IMAGE, [limit + 1], BUSY, COSTS) is None
 
 
 def test_small_item_is_encoded_at_the_worker_rather_than_by_a_request_of_its_own():
-    assert choose_encoder(NewItem(10), [EncoderQueue()], 2, COSTS) is None
-
-
-def test_encoder_of_another_host_is_used_only_if_those_of_this_host_have_longer_queues():
-    near, far = EncoderQueue(queue_ms=6.0), EncoderQueue(transfer_ms_per_mib=1.0)
-    assert choose_encoder(IMAGE, [far, near], BUSY, COSTS) == 1
-    assert choose_encoder(IMAGE, [far, near._replace(queue_ms=9.0)], BUSY, COSTS) == 0
-
-
-queues = st.builds(EncoderQueue, st.floats(0, 5000), st.sampled_from([0.0, 1.0]))
+    assert choose_encoder(NewItem(10), [0.0], 2, COSTS) is None
 
 
 @given(
-    st.builds(NewItem, st.integers(1, 20_000), st.integers(0, 1 << 27)), st.lists(queues, min_size=1), st.floats(0, 500)
+    st.builds(NewItem, st.integers(1, 20_000), st.integers(0, 1 << 27)),
+    st.lists(st.floats(0, 5000), min_size=1),
+    st.floats(0, 500),
 )
-def test_choice_has_the_lowest_cost_of_all(item, encoders, num_sequences):
-    found = choose_encoder(item, encoders, num_sequences, COSTS)
-    at_encoders = [COSTS.encoder_ms(item, encoder) for encoder in encoders]
+def test_choice_has_the_lowest_cost_of_all(item, queues_ms, num_sequences):
+    found = choose_encoder(item, queues_ms, num_sequences, COSTS)
+    at_encoders = [COSTS.encoder_ms(item, queue_ms) for queue_ms in queues_ms]
     at_worker = COSTS.worker_ms(item, num_sequences)
     chosen = at_worker if found is None else at_encoders[found]
     assert chosen == pytest.approx(min(at_worker, *at_encoders))
-    assert at_encoders[least_loaded(item, encoders, COSTS)] == min(at_encoders)
+    assert at_encoders[least_loaded(queues_ms)] == min(at_encoders)

@@ -327,11 +327,6 @@ def test_no_worker_at_all_is_unavailable(make):
     assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
 
 
-def test_model_without_a_worker_is_unavailable(make):
-    with pytest.raises(NoWorkerReady, match="no worker serves"):
-        make(1).pick(request(text(1), model="other"))
-
-
 def test_requested_rank_is_chosen():
     router = Router()
     for rank in range(3):

@@ -24,8 +24,8 @@ def fork():
     """The pid of a fork that only waits."""
     pid = os.fork()
     if pid == 0:
-        signal.pause()
-        os._exit(0)
+        while True:
+            signal.pause()
     try:
         yield pid
     finally:

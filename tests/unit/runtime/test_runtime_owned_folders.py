@@ -1,4 +1,3 @@
-import fcntl
 import os
 import stat
 import subprocess
@@ -18,6 +17,7 @@ from medialane.runtime.private_files import (
     try_lock,
 )
 from medialane.types.errors import StartupFailed
+from races import before
 
 PREFIX = "medialane-test-"
 
@@ -68,7 +68,7 @@ def test_folders_of_another_prefix_are_left_alone(tmp_path):
     assert folder.path.is_dir()
 
 
-def test_folders_and_links_of_others_are_left_alone(tmp_path, monkeypatch):
+def test_folders_and_links_of_others_are_left_alone(tmp_path, become_another_user):
     (tmp_path / f"{PREFIX}without-lock").mkdir()
     (tmp_path / f"{PREFIX}file").touch()
     target = tmp_path / "precious"
@@ -77,7 +77,7 @@ def test_folders_and_links_of_others_are_left_alone(tmp_path, monkeypatch):
     (tmp_path / f"{PREFIX}link").symlink_to(target)
     foreign = create(tmp_path)
     foreign.close(keep=True)
-    monkeypatch.setattr(os, "geteuid", lambda: foreign.path.stat().st_uid + 1)
+    become_another_user()
     assert reap_folders(tmp_path, PREFIX) == []
     assert target.is_dir()
 
@@ -99,18 +99,15 @@ def test_lock_has_a_single_holder(tmp_path):
         assert found is not None
 
 
-def test_file_replaced_after_the_open_is_not_considered_abandoned(tmp_path, monkeypatch):
+def test_file_replaced_after_the_open_is_not_considered_abandoned(tmp_path):
     path = tmp_path / "file"
     path.touch()
-    lock = fcntl.flock
 
-    def replaced_meanwhile(descriptor, operation):
+    def replace():
         path.unlink()
         path.touch()
-        lock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
-    with abandoned(path) as found:
+    with before("fcntl.flock", replace), abandoned(path) as found:
         assert found is None
 
 
@@ -137,26 +134,19 @@ def test_shared_folder_of_killed_users_is_removed(tmp_path):
     assert reap_folders(tmp_path, PREFIX) == [path]
 
 
-def test_shared_folder_that_is_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
+def test_shared_folder_that_is_removed_meanwhile_is_made_again(tmp_path):
     path = tmp_path / f"{PREFIX}shared"
-    before = SharedFolder.join(path)
-    lock = fcntl.flock
-
-    def removed_meanwhile(descriptor, operation):
-        monkeypatch.setattr(fcntl, "flock", lock)
-        before.close()
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    folder = SharedFolder.join(path)
+    earlier = SharedFolder.join(path)
+    with before("fcntl.flock", earlier.close):
+        folder = SharedFolder.join(path)
     assert (path / "owner.lock").exists()
     folder.close()
     assert not path.exists()
 
 
-def test_folder_of_another_user_is_not_shared(tmp_path, monkeypatch):
+def test_folder_of_another_user_is_not_shared(tmp_path, become_another_user):
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "folder").stat().st_uid + 1)
+    become_another_user()
     with pytest.raises(StartupFailed, match="belongs to another user"):
         SharedFolder.join(tmp_path / "folder")
 

@@ -4,7 +4,6 @@ What it frees is poisoned; SIGUSR1 evicts what is not held. It ends when its are
 """
 
 import asyncio
-import os
 import signal
 import sys
 
@@ -18,11 +17,12 @@ async def main(address: str, directory: str) -> None:
     poison.install()
     arena = Arena.open(ArenaConfig(size_bytes=16 << 20, directory=directory), lineage=LINEAGE)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
-    server = serve_patterns(PatternItems(arena), arena, on_damaged=lambda: os._exit(0))
+    is_damaged = asyncio.Event()
+    server = serve_patterns(PatternItems(arena), arena, on_damaged=is_damaged.set)
     await server.serve(address)
     sys.stdout.write("serves\n")
     sys.stdout.flush()
-    await asyncio.Event().wait()
+    await is_damaged.wait()
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import pytest
 
-from medialane.arena import Arena, ArenaConfig, ClientSlot, FillWriter, Lease, Lineage, layout
-from medialane.store import FindItem, ItemFound, StoreEntries, StoreLink, StoreServer, StoreStatus
+from cable import Cable
+from medialane.arena import Arena, ArenaConfig, FillWriter, Lease, Lineage, layout
+from medialane.store import FindItem, ItemFound, LeasedItem, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
-from medialane.store.items import LeasedItem
 from medialane.transfer import Pulls
 from medialane.types.errors import ArenaFull
 from medialane.types.feature import Feature, FoundEmbedding, WantedEmbedding
@@ -35,16 +35,20 @@ LINEAGE = Lineage(owner=b"patterns".ljust(16))
 class PatternItems:
     """Replaces `Items`: the item of content `c` is `ITEM_BYTES` bytes of `pattern(c)`."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, **settings: object) -> None:
         self._arena = arena
-        self.embeddings = Embeddings(arena)
+        self.embeddings = Embeddings(arena, **settings)
         self.gate: asyncio.Event | None = None
+        #: Fails every item.
+        self.error: Exception | None = None
         #: An item without memory fails when this is set, as a fetch does after it has closed its connection.
         self.closed: asyncio.Event | None = None
 
     async def find(self, ref, form, processing, *, timeline, upload=None, admit=None) -> LeasedItem:
         if self.gate is not None:
             await self.gate.wait()
+        if self.error is not None:
+            raise self.error
         if upload is not None:
             lease = await upload(self)
             return LeasedItem(ref.content, lease, is_hit=False)
@@ -120,20 +124,20 @@ def reference(content: str) -> MediaRef:
 
 
 class Client:
-    """A gateway or worker."""
+    """A gateway or worker, connected to the store by `cable`, or else directly. `settings` are those of the `link`."""
 
-    def __init__(self, world: World, **settings: object) -> None:
-        self.world = world
-        self.link = StoreLink(
-            world.address,
+    def __init__(
+        self, world: World, cable: Cable | None = None, link: type[StoreLink] = StoreLink, **settings: object
+    ) -> None:
+        self.cable = cable
+        self.link = link(
+            world.address if cable is None else cable.address,
             rpc=RPC,
             arena_directory=world.directory,
-            wait_timeout_s=world.wait_timeout_s,
             writable=True,
-            **settings,
+            **{"wait_timeout_s": world.wait_timeout_s, **settings},
         )
         self.holds: dict[int, tuple[str, ArenaRange]] = {}
-        self._alive: ClientSlot | None = None
         self.running = asyncio.create_task(self.link.run())
 
     @cached_property
@@ -155,16 +159,23 @@ class Client:
         _, entry = self.holds.pop(hold_id)
         self.link.release(hold_id, entry.arena)
 
-    async def disconnect(self, *, lives: bool = False) -> None:
-        """The connection ends, and so does the process, unless it `lives` until `exit`."""
-        if lives:
-            self._alive = ClientSlot.take(self.link.arena, self.world.directory, self.link._arena.slot.number)
+    async def lose_connection(self) -> None:
+        """The connection ends, while the process lives; it connects again."""
+        num_made = self.cable.num_made
+        self.cable.cut()
+        await eventually(lambda: self.cable.num_made > num_made and self.link.status is not None)
+
+    async def unplug(self) -> None:
+        """The connection ends, while the process lives; it cannot connect again."""
+        self.cable.unplug()
+        await eventually(lambda: self.link.status is None)
+
+    async def exit(self) -> None:
+        """The connection ends, and the kernel drops the lock of its slot."""
         self.running.cancel()
         await asyncio.wait([self.running])
-
-    def exit(self) -> None:
-        """The kernel drops the lock of its slot."""
-        self._alive.release()
+        if self.cable is not None:
+            await self.cable.close()
 
 
 class World:
@@ -179,6 +190,7 @@ class World:
         *,
         grows: bool = False,
         directory: str = DIRECTORY,
+        **embeddings: object,
     ) -> None:
         poison_freed(monkeypatch)  # before there is an arena
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
@@ -186,6 +198,7 @@ class World:
         self._config, self._grows = ArenaConfig(size_bytes=size_bytes, directory=directory), grows
         self.processor: dict[str, str] = {}
         self.has_started = True
+        self._embeddings = embeddings
         self._open()
         monkeypatch.setattr("medialane.store.client_use.POLL_INTERVAL_S", 0.005)
         self._clients: list[Client] = []
@@ -204,20 +217,14 @@ class World:
 
     def _open(self) -> None:
         self.arena = Arena.open(self._config, lineage=LINEAGE, grows=self._grows)
-        self.items = PatternItems(self.arena)
+        self.items = PatternItems(self.arena, **self._embeddings)
         self.server = serve_patterns(self.items, self.arena, lambda: self.processor, lambda: self.has_started)
 
     async def client(self, **settings: object) -> Client:
-        client = Client(self, **settings)
+        client = Client(self, await Cable.lay(self.address), **settings)
         self._clients.append(client)
         await asyncio.wait_for(client.link.ready(), 5)
         return client
-
-    async def lose_connection(self, client: Client) -> None:
-        """The connection ends, while the process lives; it connects again."""
-        old = client.link._client
-        await old.close()
-        await eventually(lambda: client.link._client not in (old, None))
 
     def bytes_of(self, entry: ArenaRange) -> bytes:
         return bytes(self.arena.view.memory[entry.offset + 64 : entry.offset + 64 + ITEM_BYTES])
@@ -225,7 +232,7 @@ class World:
     async def end(self) -> None:
         """Disconnect all clients and close the store, which then holds nothing for anyone."""
         for client in self._clients:
-            await client.disconnect()
+            await client.exit()
         await self.close()
         assert (self.arena.stats().num_leases, self.arena.stats().num_reservations) == (0, 0)
 

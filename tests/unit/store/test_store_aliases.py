@@ -5,8 +5,7 @@ import tracemalloc
 import pytest
 
 from kept_names import KeptNames
-from medialane.store import Aliases
-from medialane.store.names import AliasTarget
+from medialane.store import Aliases, AliasTarget
 from medialane.types.errors import UuidConflict
 from medialane.types.media import Alias
 from medialane.types.media_lease import TENANT

@@ -16,7 +16,7 @@ from store_world import DIRECTORY, ITEM_BYTES, World, pattern, wanted
 
 from medialane.arena import FillWriter
 from medialane.arena.layout import COMPLETED_WORD
-from medialane.store import HoldCache, HoldPasser, StoreEntries, embeddings, holds
+from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.types.errors import HandoverFailed
 from waiting import eventually
 
@@ -27,6 +27,17 @@ MAX_CLIENTS = 4
 
 #: What the engine of a worker does with a range for an embedding.
 DOES = st.sampled_from(["nothing", "begins to write", "writes"])
+
+
+class WatchedLink(StoreLink):
+    """Notes with which requests holds have arrived."""
+
+    def __init__(self, *address, **settings) -> None:
+        super().__init__(*address, **settings)
+        self.arrived = set()
+
+    def watch_passed(self, listener):
+        super().watch_passed(lambda passed: (listener(passed), self.arrived.add(passed.request_id)))
 
 
 class Writing:
@@ -66,13 +77,11 @@ class Holding(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.patches = pytest.MonkeyPatch()
-        self.patches.setattr(embeddings, "REVOKE_INTERVAL_S", 0.005)
         self.patches.setattr("medialane.store.client.INITIAL_BACKOFF_S", 0.001)
-        self.patches.setattr(holds, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
         self.world = self.loop.run_until_complete(self._start())
         self.clients = []
         self.sent = []  # (content, entry) of requests that no worker has received yet
-        self.passed_ahead = {}  # request id: (worker, content, entry) of requests that arrive after their holds
+        self.passed_ahead = {}  # request id: (worker, its view of the arena, content, entry), received after its hold
         self.passed = []  # (worker, hold, content, entry)
         self.num_sent = 0
         self.fills = []  # (worker, fill, content) that are not released
@@ -83,7 +92,7 @@ class Holding(RuleBasedStateMachine):
     async def _start(self) -> World:
         self.directory = Path(DIRECTORY) / f"medialane-test-{secrets.token_hex(6)}"  # no other test reaps there
         self.directory.mkdir(mode=0o700)
-        return await World(self.patches, directory=str(self.directory)).start()
+        return await World(self.patches, directory=str(self.directory), revoke_interval_s=0.005).start()
 
     def run(self, work):
         return self.loop.run_until_complete(asyncio.wait_for(work, 10))
@@ -93,7 +102,7 @@ class Holding(RuleBasedStateMachine):
 
     def held(self):
         found = [found for client in self.clients for found in client.holds.values()]
-        found += [(content, entry) for _, content, entry in self.passed_ahead.values()]
+        found += [(content, entry) for _, _, content, entry in self.passed_ahead.values()]
         found += [(content, found.embedding.tensor.range) for _, content, found in self.embedded]
         return found + [(content, entry) for _, _, content, entry in self.passed]
 
@@ -108,8 +117,8 @@ class Holding(RuleBasedStateMachine):
     @precondition(lambda self: len(self.clients) < MAX_CLIENTS)
     @rule()
     def connect(self):
-        client = self.run(self.world.client())
-        client.entries = StoreEntries(client.link, retention_s=self.retention_s)
+        client = self.run(self.world.client(link=WatchedLink))
+        client.entries = self.view_of(client)
         self.clients.append(client)
 
     @has_client
@@ -133,22 +142,24 @@ class Holding(RuleBasedStateMachine):
         if gateway.holds:
             content, entry = list(gateway.holds.values())[hold % len(gateway.holds)]
             self.num_sent += 1
-            self.run(self._passed(gateway, entry, worker, str(self.num_sent)))
-            self.passed_ahead[str(self.num_sent)] = worker, content, entry
+            entries = self.run(self._passed(gateway, entry, worker, str(self.num_sent)))
+            self.passed_ahead[str(self.num_sent)] = worker, entries, content, entry
 
-    async def _passed(self, gateway, entry, worker, request_id, embedding=()) -> None:
-        arrived = self.entries(worker)._passed._arrived
+    async def _passed(self, gateway, entry, worker, request_id, embedding=()) -> StoreEntries:
+        """Return the view of the arena at which the hold has arrived."""
+        entries = self.entries(worker)
         HoldPasser(gateway.link, retention_s=0).pass_on(
             [entry], to=worker.link.client_id, request_id=request_id, wanted=embedding
         )
-        await eventually(lambda: request_id in arrived)
+        await eventually(lambda: request_id in worker.link.arrived)
+        return entries
 
     @precondition(lambda self: self.passed_ahead)
     @rule(request=number)
     def receive_after_its_hold(self, request):
         request_id = list(self.passed_ahead)[request % len(self.passed_ahead)]
-        worker, content, entry = self.passed_ahead.pop(request_id)
-        hold = self.run(self.entries(worker).hold([entry], passed_with=request_id))
+        worker, entries, content, entry = self.passed_ahead.pop(request_id)
+        hold = self.run(entries.hold([entry], passed_with=request_id))
         self.passed.append((worker, hold, content, entry))
 
     @precondition(lambda self: self.clients and self.sent)
@@ -168,11 +179,13 @@ class Holding(RuleBasedStateMachine):
             assert is_held or self.retention_s
 
     def entries(self, worker) -> StoreEntries:
-        """Return the worker's view of the arena, which shares only what was passed, unless it retains holds."""
-        if not self.retention_s:
-            worker.entries._holds = HoldCache(worker.link, retention_s=0)
-            worker.entries._embeddings = HoldCache(worker.link, retention_s=0)
-        return worker.entries
+        """Return the worker's view of the arena: unless it retains holds, another one for each request, so that the
+        holds of all requests are counted."""
+        return worker.entries if self.retention_s else self.view_of(worker)
+
+    def view_of(self, client) -> StoreEntries:
+        """A request may take any number of steps to arrive after its holds."""
+        return StoreEntries(client.link, retention_s=self.retention_s, max_age_s=60)
 
     @has_client
     @rule(which=number, hold=number)
@@ -193,7 +206,8 @@ class Holding(RuleBasedStateMachine):
     def find_embedding(self, which, content, does):
         """Found if it is cached; if no other worker writes it, the engine of this one may."""
         self.run(self._settled())
-        self._use_embedding(self.pick(which), content, does)
+        worker = self.pick(which)
+        self._use_embedding(worker, self.entries(worker), content, does)
 
     @has_client
     @rule(which=number, hold=number, to=number, embedded=EMBEDDED, does=DOES)
@@ -204,17 +218,17 @@ class Holding(RuleBasedStateMachine):
             content, entry = list(gateway.holds.values())[hold % len(gateway.holds)]
             self.num_sent += 1
             self.run(self._settled())
-            self.run(self._passed(gateway, entry, worker, str(self.num_sent), [wanted(embedded)]))
-            held = self.run(self.entries(worker).hold([entry], passed_with=str(self.num_sent)))
+            entries = self.run(self._passed(gateway, entry, worker, str(self.num_sent), [wanted(embedded)]))
+            held = self.run(entries.hold([entry], passed_with=str(self.num_sent)))
             self.passed.append((worker, held, content, entry))
-            self._use_embedding(worker, embedded, does, passed_with=str(self.num_sent))
+            self._use_embedding(worker, entries, embedded, does, passed_with=str(self.num_sent))
 
-    def _use_embedding(self, worker, content, does, *, passed_with=None):
+    def _use_embedding(self, worker, entries, content, does, *, passed_with=None):
         filling = [fill for _, fill, other in self.fills if other == content]
         ranges = {fill.embedding.tensor.range for fill in filling} - self.published
         is_completed = any(self.world.arena.view.words[entry.offset // 8 + COMPLETED_WORD] for entry in ranges)
         is_cached = is_completed or self.world.arena.contains(content * 64, "embedded")
-        found = self.run(self.entries(worker).embedding(wanted(content), wait_s=0, passed_with=passed_with))
+        found = self.run(entries.embedding(wanted(content), wait_s=0, passed_with=passed_with))
         if found is None:
             assert (ranges and not is_completed) or self.is_full()
         elif found.is_filled:
@@ -267,13 +281,16 @@ class Holding(RuleBasedStateMachine):
     @has_client
     @rule(which=number)
     def lose_connection(self, which):
-        self.run(self.world.lose_connection(self.pick(which)))
+        self.run(self.pick(which).lose_connection())
 
     @rule()
     def replace_store(self):
         """The next one takes over the arena."""
+        links = [(client.link, client.cable, client.cable.num_made) for client in self.clients]
         self.run(self.world.replace_store())
-        self.run(eventually(lambda: all(client.link.status is not None for client in self.clients)))
+        self.run(
+            eventually(lambda: all(cable.num_made > made and link.status is not None for link, cable, made in links))
+        )
 
     @has_client
     @rule(which=number)
@@ -284,7 +301,7 @@ class Holding(RuleBasedStateMachine):
         self.fills = [found for found in self.fills if found[0] is not client]
         self.embedded = [found for found in self.embedded if found[0] is not client]
         self.passed_ahead = {name: found for name, found in self.passed_ahead.items() if found[0] is not client}
-        self.run(client.disconnect())
+        self.run(client.exit())
 
     @rule()
     def evict(self):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from medialane.store import HeldEntry
 from medialane.store.client_use import ClientUse
-from medialane.store.messages import HeldEntry
 from medialane.types.errors import ProtocolViolation
 from medialane.types.tensor import ArenaRange
 

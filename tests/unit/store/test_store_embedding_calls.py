@@ -12,18 +12,13 @@ import pytest
 from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, pattern, wanted, write
 
 from medialane.arena import FillWriter
-from medialane.store import StoreEntries, embeddings
+from medialane.store import StoreEntries
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.tensor import TensorSpec
 from poison import POISON
 from waiting import eventually, iterations, line_of
 
 WRITER = Path(__file__).parents[1] / "arena" / "writer.py"
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(embeddings, "REVOKE_INTERVAL_S", 0.01)
 
 
 def is_cached(world, content):
@@ -57,7 +52,7 @@ async def test_what_one_worker_has_written_another_reads(world):
     await eventually(lambda: world.arena.stats().num_leases == 0)
 
 
-async def test_embedding_that_a_worker_reads_is_held_for_its_other_requests_without_a_message(world, monkeypatch):
+async def test_embedding_that_a_worker_reads_is_held_for_its_other_requests_without_a_message(world):
     one, two = await world.client(), await world.client()
     await filled(world, one, "a")
     entries = StoreEntries(two.link, retention_s=60)
@@ -66,8 +61,7 @@ async def test_embedding_that_a_worker_reads_is_held_for_its_other_requests_with
         return await entries.embedding(wanted("a", spec), wait_s=0)
 
     first = await find()
-    for name in ("call", "call_at"):
-        monkeypatch.setattr(two.link, name, None)
+    await two.unplug()
     second = await find()
     second.hold.release()
     first.hold.release()
@@ -105,9 +99,9 @@ async def test_worker_that_waits_writes_when_the_other_is_killed(world):
     await one.embedding("a")
     task = asyncio.create_task(two.embedding("a", wait_s=50))
     await eventually(lambda: world.items.embeddings.stats.num_waited == 1)
-    await one.disconnect(lives=True)
+    await one.unplug()
     assert not task.done()
-    one.exit()
+    await one.exit()
     found = await asyncio.wait_for(task, 5)
     assert not found.is_filled
     write(found, "a")
@@ -118,7 +112,7 @@ async def test_worker_that_waits_writes_when_the_other_is_killed(world):
 async def test_embedding_is_cached_although_the_worker_died_after_its_engine_had_written_it(world):
     one, two = await world.client(), await world.client()
     write(await one.embedding("a"), "a")
-    await one.disconnect()
+    await one.exit()
     await eventually(lambda: is_cached(world, "a"))
     (await two.embedding("a")).hold.release()
 
@@ -127,7 +121,7 @@ async def test_range_of_a_dead_worker_is_freed_only_when_its_engine_does_not_wri
     one = await world.client()
     entry = (await one.embedding("a")).embedding.tensor.range
     with FillWriter.open(entry, DIRECTORY) as payload:
-        await one.disconnect()
+        await one.exit()
         await eventually(lambda: world.items.embeddings.stats.num_revoking == 1)
         payload[:] = pattern("w") * len(payload)
         world.arena.clear()
@@ -142,7 +136,7 @@ async def test_range_of_a_killed_worker_and_its_killed_engine_is_freed(world):
     entry = (await one.embedding("a")).embedding.tensor.range
     with engine_writing(entry) as engine:
         assert await asyncio.to_thread(line_of, engine) == b"writing\n"
-        await one.disconnect()
+        await one.exit()
         await eventually(lambda: world.items.embeddings.stats.num_revoking == 1)
         world.arena.clear()
         assert world.bytes_of(entry)[:1] == b"\1"
@@ -154,7 +148,7 @@ async def test_range_of_a_killed_worker_and_its_killed_engine_is_freed(world):
 async def test_lost_connection_does_not_end_a_fill(world):
     one, two = await world.client(), await world.client()
     fill = await one.embedding("a")
-    await world.lose_connection(one)
+    await one.lose_connection()
     assert await two.embedding("a") is None, "it is still written"
     assert await one.embedding("a") is None
     write(fill, "a")
@@ -165,11 +159,9 @@ async def test_lost_connection_does_not_end_a_fill(world):
 async def test_fill_that_was_released_while_the_connection_was_lost_ends(world):
     one = await world.client()
     fill = await one.embedding("a")
-    old = one.link._client
-    one.link._client = None  # as between loss and reconnection
+    await one.unplug()
     fill.hold.release()
-    one.link._client = old
-    await world.lose_connection(one)
+    await one.cable.plug()
     await eventually(lambda: world.arena.stats().num_reservations == 0)
     with pytest.raises(HandoverFailed):
         write(fill, "a")
@@ -230,7 +222,7 @@ async def test_no_embedding_is_kept_without_memory(world):
 
 async def test_lost_store_is_reported_at_once(world):
     one = await world.client()
-    await one.disconnect()
+    await one.exit()
     with pytest.raises(StoreUnavailable):
         await asyncio.wait_for(one.embedding("a"), 1)
 

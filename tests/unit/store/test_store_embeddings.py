@@ -9,9 +9,9 @@ import pytest
 
 from builders import checked_arena
 from medialane.arena import FillWriter, describe
-from medialane.store import embeddings as module
+from medialane.store import FindEmbedding
 from medialane.store.embeddings import Embeddings
-from medialane.store.messages import MAX_EMBEDDING_WAIT_MS, FindEmbedding, decode_to_store
+from medialane.store.messages import MAX_EMBEDDING_WAIT_MS, decode_to_store
 from medialane.types.errors import ArenaFull, ProtocolViolation
 from medialane.types.feature import MAX_HEADER_BYTES, Embedding, Feature
 from medialane.types.media import MediaSize
@@ -39,7 +39,6 @@ def write(fill, byte=b"e"):
 @pytest.fixture
 def arena(monkeypatch):
     poison_freed(monkeypatch)
-    monkeypatch.setattr(module, "REVOKE_INTERVAL_S", 0.01)
     with checked_arena() as arena:
         yield arena
 

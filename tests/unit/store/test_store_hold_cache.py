@@ -9,7 +9,7 @@ import pytest
 from store_world import ITEM_BYTES, pattern
 
 from medialane.store import StoreEntries
-from medialane.types.errors import ArenaFull, StoreUnavailable
+from medialane.types.errors import ArenaFull
 from waiting import eventually
 
 
@@ -17,22 +17,22 @@ from waiting import eventually
 async def gateway(world):
     client = await world.client()
     yield client
-    await client.disconnect()
+    await client.exit()
 
 
 @pytest.fixture
 async def worker(world):
     client = await world.client()
     client.num_calls = 0
-    call_at = client.link.call_at
+    call = client.link.call
 
     async def counted(*args, **settings):
         client.num_calls += 1
-        return await call_at(*args, **settings)
+        return await call(*args, **settings)
 
-    client.link.call_at = counted
+    client.link.call = counted
     yield client
-    await client.disconnect()
+    await client.exit()
 
 
 async def sent(gateway, content):
@@ -126,19 +126,18 @@ async def test_retained_holds_end_before_an_item_is_refused(world, gateway, work
 
 
 async def test_client_that_does_not_answer_delays_a_refusal_only_briefly(world, gateway, worker):
-    worker.link._reclaim = worker.link._client._on_reclaim = lambda: None
     retained = await StoreEntries(worker.link, retention_s=60).hold([await sent(gateway, "a")])
     retained.release()
-    assert await fill(gateway) > 20
+    async with worker.cable.stalled():
+        assert await fill(gateway) > 20
 
 
 async def test_client_that_is_lost_while_it_is_asked_does_not_delay_a_refusal(world, gateway, worker, monkeypatch):
     monkeypatch.setattr("medialane.store.server.RECLAIM_TIMEOUT_S", 60.0)
-    client = worker.link._client
-    client._on_reclaim = lambda: client._connection.end(StoreUnavailable("the process is killed"))
+    worker.link.watch_reclaim(worker.cable.cut)
     async with asyncio.timeout(10):
         assert await fill(gateway) > 20
-    await eventually(lambda: worker.link._client not in (client, None))
+    assert worker.cable.num_open == 0 or worker.cable.num_made > 1
 
 
 async def test_lost_connection_ends_no_holds(world, gateway, worker):
@@ -146,7 +145,7 @@ async def test_lost_connection_ends_no_holds(world, gateway, worker):
     used, retained = await sent(gateway, "a"), await sent(gateway, "b")
     hold = await entries.hold([used])
     (await entries.hold([retained])).release()
-    await world.lose_connection(worker)
+    await worker.lose_connection()
     assert num_leases(world) == 4
     (await entries.hold([used, retained])).release()
     assert worker.num_calls == 2, "both are held"

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from store_world import ITEM_BYTES, pattern, wanted, write
 
-from medialane.store import HoldPasser, StoreEntries, holds
+from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.tensor import TensorSpec
 from waiting import eventually
@@ -18,7 +18,7 @@ async def gateway(world):
     client = await world.client()
     client.passer = HoldPasser(client.link, retention_s=0.0)
     yield client
-    await client.disconnect()
+    await client.exit()
 
 
 class Worker:
@@ -29,19 +29,19 @@ class Worker:
         self.link = client.link
         self.num_calls = 0
         self.entries = StoreEntries(client.link)
-        self._call_at = client.link.call_at
-        client.link.call_at = self._counted
+        self._call = client.link.call
+        client.link.call = self._counted
 
     async def _counted(self, *args, **settings):
         self.num_calls += 1
-        return await self._call_at(*args, **settings)
+        return await self._call(*args, **settings)
 
 
 @pytest.fixture
 async def worker(world):
     client = await world.client()
     yield Worker(client)
-    await client.disconnect()
+    await client.exit()
 
 
 async def found(gateway, content="a"):
@@ -61,7 +61,7 @@ async def test_passed_hold_needs_no_call_and_outlives_its_gateway(world, gateway
     assert gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
     await eventually(lambda: num_leases(world) == 2)
     held = await (waiting or worker.entries.hold([entry], passed_with="r"))
-    await gateway.disconnect()
+    await gateway.exit()
     await eventually(lambda: num_leases(world) == 1)
     world.arena.clear()
     assert worker.num_calls == 0
@@ -79,25 +79,21 @@ async def test_entries_that_were_not_passed_are_asked_for(world, gateway, worker
     await eventually(lambda: num_leases(world) == 2)
 
 
-async def test_hold_that_no_request_comes_for_ends(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_AGE_S", 0.05)
+async def test_hold_that_no_request_comes_for_ends(world, gateway, worker):
     _, entry = await found(gateway)
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
     await eventually(lambda: num_leases(world) == 2)
     await eventually(lambda: num_leases(world) == 1)
 
 
-async def test_worker_asks_if_no_hold_arrives(gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_WAIT_S", 0.01)
+async def test_worker_asks_if_no_hold_arrives(gateway, worker):
     _, entry = await found(gateway)
     assert gateway.passer.pass_on([entry], to="not connected", request_id="r")
     (await worker.entries.hold([entry], passed_with="r")).release()
     assert worker.num_calls == 1
 
 
-async def test_hold_that_arrives_too_late_ends(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_WAIT_S", 0.0)
-    monkeypatch.setattr(holds, "MAX_AGE_S", 0.05)
+async def test_hold_that_arrives_too_late_ends(world, gateway, worker):
     _, entry = await found(gateway)
     held = await worker.entries.hold([entry], passed_with="r")
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
@@ -106,8 +102,7 @@ async def test_hold_that_arrives_too_late_ends(world, gateway, worker, monkeypat
     held.release()
 
 
-async def test_entry_that_is_no_longer_held_is_not_passed(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_WAIT_S", 0.05)
+async def test_entry_that_is_no_longer_held_is_not_passed(world, gateway, worker):
     hold_id, entry = await found(gateway)
     gateway.release(hold_id)
     await eventually(lambda: num_leases(world) == 0)
@@ -116,34 +111,44 @@ async def test_entry_that_is_no_longer_held_is_not_passed(world, gateway, worker
         await worker.entries.hold([entry], passed_with="r")
 
 
-async def test_cancelled_request_leaves_no_hold(world, gateway, worker):
+class WatchedLink(StoreLink):
+    """Calls `on_passed` when holds have arrived."""
+
+    on_passed = staticmethod(lambda: None)
+
+    def watch_passed(self, listener):
+        super().watch_passed(lambda passed: (listener(passed), self.on_passed()))
+
+
+async def test_request_that_is_cancelled_as_its_holds_arrive_leaves_none(world, gateway):
     _, entry = await found(gateway)
+    worker = await world.client(link=WatchedLink)
     waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
+    worker.link.on_passed = waiting.cancel
     await asyncio.sleep(0)
-    worker.link._on_passed, arrive = (lambda passed: (arrive(passed), waiting.cancel())), worker.link._on_passed
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     await eventually(lambda: num_leases(world) == 1)
 
 
-async def test_removed_arena_ends_the_wait_at_once(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_WAIT_S", 60)
+async def test_removed_arena_ends_the_wait_at_once(world, gateway, worker):
     _, entry = await found(gateway)
-    waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
+    entries = StoreEntries(worker.link, max_wait_s=60)
+    waiting = asyncio.create_task(entries.hold([entry], passed_with="r"))
     await asyncio.sleep(0)
     await world.close()
     with pytest.raises(StoreUnavailable):
         await asyncio.wait_for(waiting, 5)
     with pytest.raises(StoreUnavailable):
-        await worker.entries.hold([entry], passed_with="later")
+        await entries.hold([entry], passed_with="later")
 
 
 async def test_connection_lost_after_the_pass_leaves_no_hold(world, gateway, worker):
     _, entry = await found(gateway)
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
     await eventually(lambda: num_leases(world) == 2)
-    await world.lose_connection(worker.client)
+    await worker.client.lose_connection()
     await eventually(lambda: num_leases(world) == 1)
 
 
@@ -153,7 +158,7 @@ async def test_client_that_takes_no_holds_releases_them(world, gateway):
     gateway.passer.pass_on([entry], to=other.link.client_id, request_id="r")
     (await StoreEntries(gateway.link).hold([entry])).release()  # the store has handled the message before
     await eventually(lambda: num_leases(world) == 1)
-    await other.disconnect()
+    await other.exit()
 
 
 async def test_what_a_worker_retains_is_not_passed_again(gateway, worker):
@@ -205,8 +210,7 @@ async def test_embedding_that_is_passed_and_not_asked_for_ends_with_the_request(
     await eventually(lambda: world.arena.stats().num_reservations == 0)
 
 
-async def test_embedding_that_no_request_comes_for_is_freed(world, gateway, worker, monkeypatch):
-    monkeypatch.setattr(holds, "MAX_AGE_S", 0.05)
+async def test_embedding_that_no_request_comes_for_is_freed(world, gateway, worker):
     _, entry = await found(gateway)
     gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r", wanted=[wanted("e")])
     await eventually(lambda: world.arena.stats().num_reservations == 1)
@@ -223,7 +227,7 @@ async def test_embedding_that_another_worker_writes_is_not_passed_but_asked_for(
     assert worker.num_calls == 1
     waiting.result()[1].release()
     fill.hold.release()
-    await other.disconnect()
+    await other.exit()
 
 
 async def test_embedding_of_an_entry_that_is_retained_is_passed(gateway, worker):

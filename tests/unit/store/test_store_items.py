@@ -9,14 +9,12 @@ import msgspec
 import pytest
 from PIL import Image as PILImage
 
+from builders import bytes_beside_payload
 from medialane.arena import FillWriter
-from medialane.arena.index import RECORD_BYTES
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
 from medialane.prepare import Described
-from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig
-from medialane.store.items import Processing
-from medialane.store.messages import FindEmbedding
+from medialane.store import Aliases, EncodedStore, FindEmbedding, Items, MediaLeases, Processing, StoreConfig
 from medialane.types.errors import (
     ArenaFull,
     InvalidImage,
@@ -38,13 +36,16 @@ URL = "http://host/a"
 BY_CONTENT = b'{"by_content":true}'
 
 
-def picture(width=60, height=40):
+def picture(width=60, height=40, file_format="BMP"):
     file = io.BytesIO()
-    PILImage.new("RGB", (width, height), (1, 2, 3)).save(file, "BMP")
+    PILImage.new("RGB", (width, height), (1, 2, 3)).save(file, file_format)
     return file.getvalue()
 
 
 DATA = picture()
+
+#: Its header says little: a preparer must open it before a worker decodes it.
+AVIF = picture(file_format="AVIF")
 
 
 def by_url(**fields):
@@ -345,26 +346,20 @@ async def test_unusable_content_gets_no_alias(world):
         world.items.resolve(MediaRef("image", PARAM, alias=alias))
 
 
-@pytest.fixture
-def _probed(monkeypatch):
-    """As if the header of an image said little: a preparer must open it before a worker decodes it."""
-    monkeypatch.setattr("medialane.store.items.needs_probe", lambda media_type: True)
-
-
-@pytest.mark.usefixtures("_probed")
 async def test_bytes_for_a_worker_are_opened_once_by_a_preparer_and_after_decoding_never(world):
+    world.fetcher.data = AVIF
     for _ in range(2):
         await world.find(by_url(), "encoded")
     assert world.pool.num_probes == 1
     decoded = World(world.arena)
+    decoded.fetcher.data = AVIF
     await decoded.find(by_url(), "decoded")
     await decoded.find(by_url(), "encoded")
     assert decoded.pool.num_probes == 0
 
 
-@pytest.mark.usefixtures("_probed")
 async def test_bytes_that_a_preparer_rejects_are_dropped(world):
-    world.pool.error = InvalidImage("broken")
+    world.fetcher.data, world.pool.error = AVIF, InvalidImage("broken")
     with pytest.raises(InvalidImage):
         await world.find(by_url(), "encoded")
     assert world.arena.stats().num_entries == 0
@@ -373,7 +368,7 @@ async def test_bytes_that_a_preparer_rejects_are_dropped(world):
     assert world.pool.num_probes == 2, "a rejection is not remembered for later content"
 
 
-WITH_ENCODER = PLAIN._replace(encoder="an encoder")
+WITH_ENCODER = Processing("digest", b"{}", "an encoder")
 
 
 @pytest.mark.parametrize("is_processed", [True, False])
@@ -397,8 +392,8 @@ async def test_item_whose_embedding_is_cached_is_a_feature_without_tensors(world
     ("form", "processing"),
     [
         ("processed", PLAIN),
-        ("processed", PLAIN._replace(encoder="another encoder")),
-        ("processed", WITH_ENCODER._replace(options=b'{"scale":2}')),
+        ("processed", Processing("digest", b"{}", "another encoder")),
+        ("processed", Processing("digest", b'{"scale":2}', "an encoder")),
         ("decoded", WITH_ENCODER),
     ],
 )
@@ -423,7 +418,7 @@ async def test_item_with_an_embedding_does_not_count_as_a_use_of_its_feature(wor
     await world.find(by_url(io=b'{"image_mode":"L"}'))
     await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
     await world.find(by_url(), processing=WITH_ENCODER)
-    with arena.reserve(arena.stats().largest_hole_bytes - 64 - RECORD_BYTES), arena.reserve(10):
+    with arena.reserve(arena.stats().largest_hole_bytes - bytes_beside_payload(arena)), arena.reserve(10):
         assert not arena.contains(feature.mm_hash)
     assert (arena.stats().num_evictions, arena.stats().num_entries) == (1, 3)
 

@@ -6,9 +6,7 @@ import pytest
 from test_store_items import PLAIN, URL, World, by_url, picture, sent
 
 from medialane.prepare import Described
-from medialane.store import KnownFeatures
-from medialane.store.items import Processing
-from medialane.store.names import FeatureSource
+from medialane.store import FeatureSource, KnownFeatures, Processing
 from medialane.types.errors import UnknownMedia
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.tensor import TensorSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import secrets
+import time
 import zlib
 from contextlib import suppress
 
@@ -16,7 +17,6 @@ from store_world import IDLE, RPC, Client
 from builders import MIB, Clock
 from medialane.arena import Arena, ArenaConfig, Lineage, NamesArea
 from medialane.media import MediaConfig
-from medialane.media.http_cache import boot_time
 from medialane.store import (
     Aliases,
     AskLease,
@@ -88,18 +88,25 @@ class World:
 
     wait_timeout_s, directory = 2.0, "/dev/shm"
 
-    def __init__(self, clock=None, **config):
+    def __init__(self, clock=None, max_leases=65_536, **config):
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.clock, self.config, self.pool = clock or Clock(), StoreConfig(**config), Pool()
         self.lineage = Lineage(owner=secrets.token_bytes(16))  # a world in another process takes no arena of this one
-        self.clients = []
+        self.clients, self.max_leases = [], max_leases
 
     async def start(self):
         self.arena = arena = Arena.open(ArenaConfig(size_bytes=16 * MIB), lineage=self.lineage)
         self.names = NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=64)
         records, aliases = self.names.records("lease"), Aliases(max_aliases=8, ttl_s=60, clock=self.clock)
         self.leases = MediaLeases(
-            arena, self.config, MEDIA, aliases=aliases, pool=self.pool, clock=self.clock, records=records
+            arena,
+            self.config,
+            MEDIA,
+            aliases=aliases,
+            pool=self.pool,
+            clock=self.clock,
+            records=records,
+            max_leases=self.max_leases,
         )
         self.items = Items(
             arena=arena,
@@ -139,7 +146,7 @@ class World:
 
     async def end(self):
         for client in self.clients:
-            await client.disconnect()
+            await client.exit()
         self.leases.close()
         await eventually(lambda: self.arena.stats().num_leases == 0)
         await self.stop()
@@ -246,7 +253,7 @@ async def test_expired_lease_frees_its_bytes_and_is_unknown(world):
 
 
 async def test_lease_ends_by_itself(make_world):
-    world = await make_world(clock=boot_time)
+    world = await make_world(clock=time.monotonic)
     await put(await world.client(), png(), ttl_s=0.05)
     assert world.arena.stats().num_leases == 1
     await eventually(lambda: world.arena.stats().num_leases == 0)
@@ -327,9 +334,8 @@ async def test_leases_are_bounded_in_total_and_for_each_tenant(world):
     assert world.leases.stats.num_leases == 5
 
 
-async def test_tiny_leases_of_a_tenant_leave_others_their_share(make_world, monkeypatch):
-    monkeypatch.setattr("medialane.store.media_leases.MAX_LEASES", 8)
-    world = await make_world()
+async def test_tiny_leases_of_a_tenant_leave_others_their_share(make_world):
+    world = await make_world(max_leases=8)
     client = await world.client()
     leased = [await put(client, png(seed)) for seed in range(4)]
     with pytest.raises(MediaLeasesFull, match="API key would be more than 4"):

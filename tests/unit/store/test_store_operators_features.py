@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from test_store_items import World, by_url
 
-from medialane.store import KnownFeatures
-from medialane.store.names import FeatureSource
+from medialane.store import FeatureSource, KnownFeatures
 from medialane.types.errors import UnknownMedia
 from medialane.types.media import MediaRef
 

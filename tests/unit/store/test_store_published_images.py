@@ -13,7 +13,7 @@ import pytest
 
 from medialane.arena import layout
 from medialane.media import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, MediaConfig, PublishedImage
-from medialane.store import EncodedStore, PublishedImages, published_images
+from medialane.store import EncodedStore, PublishedImages
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.transfer import Pulls
 from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
@@ -52,11 +52,11 @@ class Client:
 
 
 class World:
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S, **settings: float) -> None:
         config = MediaConfig(allow_rdma=True, image_fetch_timeout_s=timeout_s)
         self.host = Host(factory=FAKE)
         self.pulls = Pulls(self.host.arena, RpcConfig(), self.host.mover)
-        self.images = PublishedImages(self.host.arena, self.pulls, self.host.mover, config)
+        self.images = PublishedImages(self.host.arena, self.pulls, self.host.mover, config, **settings)
         self.store = EncodedStore(self.host.arena, config)
 
     def cached(self, ref: MediaRef, content: str) -> tuple[str, bytes]:
@@ -66,7 +66,7 @@ class World:
 
 @pytest.fixture
 async def world(request):
-    world = World(getattr(request, "param", TIMEOUT_S))
+    world = World(**getattr(request, "param", {}))
     await world.host.mover.offer(wait=True)
     yield world
     await world.images.close()
@@ -120,7 +120,7 @@ async def test_image_whose_read_failed_is_not_read_again(world):
     assert world.host.arena.stats().num_reservations == 0
 
 
-@pytest.mark.parametrize("world", [SHORT_S], indirect=True)
+@pytest.mark.parametrize("world", [{"timeout_s": SHORT_S}], indirect=True)
 async def test_memory_of_a_read_that_has_not_ended_is_not_reused(world, stopped_process):
     await asyncio.to_thread(_wait_until_stopped, stopped_process)
     with pytest.raises(MediaFetchTimeout):
@@ -171,8 +171,8 @@ async def test_published_image_describes_its_entry_and_is_held(world):
     assert num_leases(world) == 0
 
 
-async def test_published_image_that_is_not_read_is_released(world, monkeypatch):
-    monkeypatch.setattr(published_images, "HOLD_S", 0.01)
+@pytest.mark.parametrize("world", [{"hold_s": 0.01}], indirect=True)
+async def test_published_image_that_is_not_read_is_released(world):
     with decoded(world) as lease:
         await world.images.publish(lease.range)
     await eventually(lambda: num_leases(world) == 0)
@@ -201,10 +201,9 @@ async def test_image_that_is_not_held_is_not_published(world):
         await world.images.publish(entry)
 
 
-async def test_images_that_are_published_at_the_same_time_are_limited(world, monkeypatch):
-    monkeypatch.setattr(published_images, "_MAX_HELD", 2)
+async def test_images_that_are_published_at_the_same_time_are_limited(world):
     with decoded(world) as lease:
-        for _ in range(2):
+        for _ in range(256):
             await world.images.publish(lease.range)
         with pytest.raises(Unavailable):
             await world.images.publish(lease.range)

@@ -13,7 +13,7 @@ from peer_world import AUTHENTICATION, MIB, Host, ScriptedSource, connect, openi
 
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
-from medialane.transfer import Pulls, StillWriting, peer_server, peers, pulls
+from medialane.transfer import Pulls, StillWriting, peer_server, pulls
 from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
     CloseEntry,
@@ -218,7 +218,7 @@ async def test_store_that_cannot_be_reached_fails_at_once_for_a_moment(source, d
 
 @pytest.mark.parametrize("is_silent", [True, False])
 async def test_address_of_a_store_that_does_not_answer_is_not_the_only_one_tried(
-    source, destination, monkeypatch, is_silent
+    source, destination, resolve_names, is_silent
 ):
     """As of a host whose IPv6 route is dead."""
     port = int(source.address.rpartition(":")[2])
@@ -229,12 +229,7 @@ async def test_address_of_a_store_that_does_not_answer_is_not_the_only_one_tried
                 full = stack.enter_context(socket.socket())
                 full.setblocking(False)
                 full.connect_ex(silent.getsockname())
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ("127.0.0.3", "127.0.0.1")]
-
-        async def getaddrinfo(*_, **__):
-            return found
-
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        resolve_names(("127.0.0.3", port), ("127.0.0.1", port))
         with source.store("k") as stored:
             entry = msgspec.structs.replace(source.grant(stored), address=f"tcp://store.example:{port}")
             started = time.monotonic()
@@ -270,17 +265,12 @@ async def test_entry_is_copied_over_tls_where_both_sides_have_it(tmp_path, sourc
 # Large entries.
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(peers, "MIN_PART_BYTES", MIB // 2)
-
-
 @pytest.fixture(params=["plain", "TLS"])
 async def hosts(request, tmp_path):
     """A source and a destination, perhaps with TLS."""
     files = tls_settings(tmp_path, trustme.CA()) if request.param == "TLS" else {}
     config = RpcConfig(shared_secret="a secret for this test alone", **files)
-    made = [Host(config), Host(config, max_streams=3)]
+    made = [Host(config), Host(config, max_streams=3, min_part_bytes=MIB // 2)]
     await made[0].serve()
     yield made
     for host in reversed(made):
@@ -288,7 +278,7 @@ async def hosts(request, tmp_path):
 
 
 @pytest.mark.parametrize(("num_bytes", "num_streams"), [(MIB - 1000, 1), (MIB + 5, 2), (9 * MIB // 2 + 7, 3)])
-async def test_large_entry_is_copied_over_several_connections(hosts, small_parts, num_bytes, num_streams):
+async def test_large_entry_is_copied_over_several_connections(hosts, num_bytes, num_streams):
     source, destination = hosts
     with source.store("key", num_bytes) as stored, await pull(destination, source.grant(stored)) as copied:
         assert destination.payload(copied) == source.payload(stored)
@@ -297,10 +287,8 @@ async def test_large_entry_is_copied_over_several_connections(hosts, small_parts
         await eventually(lambda: source.arena.stats().num_leases == 1, "every connection has released its hold")
 
 
-async def test_failure_of_one_part_ends_all_of_them_before_the_range_is_free(
-    destination, scripted, source, small_parts
-):
-    stopped = []
+async def test_failure_of_one_part_ends_all_of_them_before_the_range_is_free(scripted, source):
+    destination, stopped = Host(min_part_bytes=MIB // 2), []
 
     async def script(peer):
         await opening(peer, stored.value)
@@ -315,9 +303,10 @@ async def test_failure_of_one_part_ends_all_of_them_before_the_range_is_free(
         assert destination.arena.stats().num_reservations == 0
         with pytest.raises(TransferFailed):
             await stopped[0].receive(decode_to_source)  # its connection has been closed
+    await destination.close()
 
 
-async def test_large_entry_is_copied_over_several_connections_when_another_mover_fails(two_hosts, small_parts):
+async def test_large_entry_is_copied_over_several_connections_when_another_mover_fails(two_hosts):
     source, destination, mover = two_hosts
     mover.errors = [TransferFailed("broken")]
     with source.store("key", 3 * MIB) as stored, await pull(destination, source.grant(stored)) as copied:
@@ -330,8 +319,14 @@ async def test_large_entry_is_copied_over_several_connections_when_another_mover
 
 
 @pytest.fixture
-def short_pulls(monkeypatch):
-    monkeypatch.setattr(pulls, "longest_pull_s", lambda _: 0.3)
+def limit_pulls(monkeypatch):
+    """Have pulls take at most this time."""
+    return lambda seconds: monkeypatch.setattr(pulls, "longest_pull_s", lambda _: seconds)
+
+
+@pytest.fixture
+def short_pulls(limit_pulls):
+    limit_pulls(0.3)
 
 
 async def nothing(*_):
@@ -494,7 +489,7 @@ class FakeMover:
 async def two_hosts():
     """A source and a destination with a fake mover, whose errors can be set."""
     mover, sources_mover = FakeMover(), FakeMover()
-    source, destination = Host(mover=sources_mover), Host(mover=mover)
+    source, destination = Host(mover=sources_mover), Host(mover=mover, min_part_bytes=MIB // 2)
     source.mover = sources_mover
     await source.serve()
     yield source, destination, mover
@@ -555,9 +550,9 @@ async def test_chosen_mover_that_is_given_up_fails_the_pull_with_an_error_for_ot
     await eventually(lambda: destination.pulls.stats.num_quarantined == 0)
 
 
-async def test_mover_that_hangs_leaves_time_for_the_next(two_hosts, monkeypatch):
+async def test_mover_that_hangs_leaves_time_for_the_next(two_hosts, limit_pulls):
     source, destination, mover = two_hosts
-    monkeypatch.setattr(pulls, "longest_pull_s", lambda _: 2.0)
+    limit_pulls(2.0)
     mover.hangs = True
     with source.store("k") as stored, await pull(destination, source.grant(stored)) as copied:
         assert destination.payload(copied) == source.payload(stored)

@@ -13,8 +13,8 @@ from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.observability import request_id
 from medialane.runtime.tasks import TAKER
-from medialane.store import FindItem, ItemFound, StoreClient, StoreEntries, StoreHello
-from medialane.store.messages import HeldEntry, Release, decode_to_store
+from medialane.store import FindItem, HeldEntry, ItemFound, StoreClient, StoreEntries, StoreHello
+from medialane.store.messages import decode_from_store, decode_to_store
 from medialane.types.errors import (
     ArenaFull,
     HandoverFailed,
@@ -50,7 +50,7 @@ async def test_worker_holds_what_the_gateway_has_sent_beyond_the_gateways_death(
     hold_id = await gateway.find("a")
     _, entry = gateway.holds[hold_id]
     held = await StoreEntries(worker.link).hold([entry])
-    await gateway.disconnect()
+    await gateway.exit()
     world.arena.clear()
     assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
     held.release()
@@ -71,22 +71,20 @@ async def test_worker_cannot_hold_what_its_gateway_has_released(world):
 async def test_killed_client_loses_its_holds_when_its_process_is_gone(world):
     worker = await world.client()
     _, entry = worker.holds[await worker.find("a")]
-    await worker.disconnect(lives=True)
+    await worker.unplug()
     await asyncio.sleep(0.05)  # time: it must not be released before the process exits
     world.arena.clear()
     assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
-    worker.exit()
+    await worker.exit()
     await eventually(lambda: world.arena.stats().num_leases == 0)
 
 
 async def test_lost_connection_keeps_what_the_living_client_still_holds(world):
     client = await world.client()
     kept, dropped = await client.find("a"), await client.find("b")
-    old = client.link._client
-    client.link._client = None  # as between loss and reconnection
+    await client.unplug()
     client.release(dropped)
-    client.link._client = old
-    await world.lose_connection(client)
+    await client.cable.plug()
     await eventually(lambda: world.arena.stats().num_leases == 1)
     world.arena.clear()
     assert world.bytes_of(client.holds[kept][1]) == pattern("a") * ITEM_BYTES
@@ -100,7 +98,7 @@ async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
     async def connect(holds=None):
         holds = holds or {}
         hello = StoreHello(client_id="one", arena=world.arena.id, holds=holds)
-        return await StoreClient.connect(world.address, hello, RPC, holds=holds, on_passed=list, on_reclaim=list)
+        return await StoreClient.connect(world.address, hello, RPC, holds=holds)
 
     async def find(client, content):
         return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -134,10 +132,7 @@ async def test_cancelled_call_leaves_no_hold(world):
 
 
 @pytest.mark.parametrize("given", ["chatcmpl-7", ""])
-async def test_lines_about_a_call_have_the_id_of_its_request(world, monkeypatch, given):
-    async def fail(*_args, **_settings):
-        raise RuntimeError("a bug")
-
+async def test_lines_about_a_call_have_the_id_of_its_request(world, given):
     ids = []
 
     class Lines(logging.Handler):
@@ -145,14 +140,14 @@ async def test_lines_about_a_call_have_the_id_of_its_request(world, monkeypatch,
             ids.append((record.getMessage(), request_id.get()))
 
     client = await world.client()
-    monkeypatch.setattr(world.items, "find", fail)
+    world.items.error = RuntimeError("a bug")
     lines = Lines()
-    logging.getLogger("medialane.store.session").addHandler(lines)
+    logging.getLogger("medialane.store.server").addHandler(lines)
     try:
         with pytest.raises(MedialaneError, match="internal error"):
             await client.link.call(lambda call_id: FindItem(call_id, reference("a"), "processed", request_id=given))
     finally:
-        logging.getLogger("medialane.store.session").removeHandler(lines)
+        logging.getLogger("medialane.store.server").removeHandler(lines)
     assert ids == [("a call has failed", given)]
 
 
@@ -215,10 +210,10 @@ async def test_range_of_a_killed_writer_is_freed_when_its_process_is_gone(world)
 
     task = asyncio.create_task(upload(client, write))
     await writing.wait()
-    await client.disconnect(lives=True)
+    await client.unplug()
     await asyncio.sleep(0.05)  # time: a living process may still be writing
     assert world.arena.stats().num_reservations == 1
-    client.exit()
+    await client.exit()
     await eventually(lambda: world.arena.stats().num_reservations == 0)
     task.cancel()
 
@@ -237,21 +232,20 @@ async def test_calls_wait_for_a_store_that_restarts_and_fail_after_the_deadline(
     hold_id = await finding
     assert client.holds[hold_id][1].arena == again.arena.id
     assert client.link.num_held == 1, "the hold at the earlier store has ended with it"
+    impatient = await again.client(wait_timeout_s=0.1)
     await again.close()
-    client.link._wait_timeout_s = 0.1
     with pytest.raises(StoreUnavailable) as refused:
-        await client.find("c")
+        await impatient.find("c")
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
-    await client.disconnect()
+    await impatient.exit()
+    await client.exit()
 
 
 async def test_socket_is_private_and_a_client_of_another_release_is_refused(world):
     path = world.address.removeprefix("unix:")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(StartupFailed, match=r"the client speaks protocol 0, the store \d+ .*same release"):
-        await StoreClient.connect(
-            world.address, StoreHello(version=0, client_id="x"), RPC, holds={}, on_passed=list, on_reclaim=list
-        )
+        await StoreClient.connect(world.address, StoreHello(version=0, client_id="x"), RPC, holds={})
 
 
 def test_client_of_a_release_with_another_hello_is_known_by_its_number():
@@ -262,10 +256,10 @@ def test_client_of_a_release_with_another_hello_is_known_by_its_number():
 async def test_release_of_what_is_not_held_ends_only_that_connection(world):
     one, other = await world.client(), await world.client()
     held = await other.find("a")
-    broken = one.link._client
-    broken._connection.send(Release([7]))
-    await asyncio.wait_for(broken.closed.wait(), 5)
-    assert other.link._client is not None
+    one.link.release(7, world.arena.id)
+    await eventually(lambda: one.cable.num_made == 2)
+    await other.link.refresh(5)
+    assert (other.cable.num_made, other.cable.num_open) == (1, 1)
     other.release(held)
 
 
@@ -280,8 +274,6 @@ async def test_status_is_refreshed_on_request(world):
 
 
 def test_unreadable_frames_are_violations():
-    from medialane.store.messages import decode_from_store, decode_to_store
-
     for decode in (decode_to_store, decode_from_store):
         for frame in (b"", b"\xc1", b"\x91\xa1x", b"\x93\xa8FindItem\x01\x90"):
             with pytest.raises(ProtocolViolation):
@@ -296,7 +288,7 @@ async def test_items_wait_for_memory_that_is_being_prefaulted(monkeypatch):
     assert not finding.done()
     world.arena.prefaulted(world.arena.size_bytes)
     gateway.release(await asyncio.wait_for(finding, 5))
-    await gateway.disconnect()
+    await gateway.exit()
     await world.close()
 
 
@@ -309,32 +301,36 @@ async def test_memory_that_comes_before_the_failure_for_want_of_it_is_used(monke
     world.arena.prefaulted(world.arena.size_bytes)
     world.items.closed.set()
     gateway.release(await asyncio.wait_for(finding, 5))
-    await gateway.disconnect()
+    await gateway.exit()
     await world.close()
 
 
 async def test_take_over_that_ends_before_a_failure_for_want_of_memory_is_waited_for(world):
     absent, gateway = await world.client(), await world.client()
-    await absent.disconnect(lives=True)
+    await absent.unplug()
     await world.replace_store()
     world.items.closed = asyncio.Event()
     finding = asyncio.create_task(gateway.find("a"))
     await asyncio.sleep(0.3)  # time: until the gateway is connected and the first attempt is failing
     assert not finding.done()
-    absent.exit()
+    await absent.exit()
     await asyncio.sleep(0.1)  # time: until the store has seen it
     world.items.closed.set()
     gateway.release(await asyncio.wait_for(finding, 5))
 
 
 async def test_arena_that_stops_growing_is_full_after_a_deadline(monkeypatch):
-    monkeypatch.setattr("medialane.store.session.GROWTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("medialane.store.server.GROWTH_TIMEOUT_S", 0.1)
     world = await World(monkeypatch, grows=True).start()
     gateway = await world.client()
     with pytest.raises(ArenaFull):
         await asyncio.wait_for(gateway.find("a"), 5)
-    await gateway.disconnect()
+    await gateway.exit()
     await world.close()
+
+
+async def is_exposed(client):
+    return await client.entries.exposed_stats() is not None
 
 
 async def test_store_without_a_gateway_is_exposed_by_one_of_the_workers_that_are_scraped(world):
@@ -342,19 +338,19 @@ async def test_store_without_a_gateway_is_exposed_by_one_of_the_workers_that_are
     assert await first.entries.exposed_stats() is not None
     assert await second.entries.exposed_stats() is None
     assert await unscraped.entries.exposed_stats() is None
-    await first.disconnect()
-    found = await second.entries.exposed_stats()
-    assert found is not None
-    assert found.arena.size_bytes == world.arena.stats().size_bytes
+    await first.exit()
+    await eventually(lambda: is_exposed(second))
+    assert (await second.entries.exposed_stats()).arena.size_bytes == world.arena.stats().size_bytes
 
 
 async def test_store_with_a_gateway_is_exposed_by_that_alone(world):
     worker = await world.client(scraped="worker")
     gateway = await world.client(scraped="gateway")
     assert await worker.entries.exposed_stats() is None
-    await gateway.disconnect()
-    assert await worker.entries.exposed_stats() is not None
+    await gateway.exit()
+    await eventually(lambda: is_exposed(worker))
     await world.server.close()
+    await eventually(lambda: worker.link.status is None)
     assert await worker.entries.exposed_stats() is None
 
 

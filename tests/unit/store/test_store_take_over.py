@@ -16,8 +16,7 @@ import pytest
 from store_world import ITEM_BYTES, RPC, Client, feature, pattern, reference, write
 
 import medialane
-from medialane.store import FindItem, StoreClient, StoreEntries, StoreHello
-from medialane.store.messages import HeldEntry
+from medialane.store import FindItem, HeldEntry, StoreClient, StoreEntries, StoreHello
 from medialane.types.errors import ArenaFull, HandoverFailed, MedialaneError
 from waiting import comes_true, eventually
 
@@ -119,7 +118,7 @@ class Host:
 
     async def end(self) -> None:
         for client in self._clients:
-            await client.disconnect()
+            await client.exit()
         for process in self._processes:
             await process.kill()
 
@@ -377,7 +376,7 @@ async def test_arena_whose_table_does_not_know_a_hold_is_replaced(host):
     unknown = msgspec.structs.replace(entry, generation=entry.generation + 1000)
     hello = StoreHello(client_id="another", arena=arena, slot=1, holds={7: HeldEntry(unknown)})
     with pytest.raises(MedialaneError):  # the store exits at once, changing nothing
-        await StoreClient.connect(host.address, hello, RPC, holds={}, on_passed=list, on_reclaim=list)
+        await StoreClient.connect(host.address, hello, RPC)
     assert await host.store.wait() == 0
     assert bytes(read) == pattern("a") * ITEM_BYTES, "nothing was reused"
     await host.start_store()

@@ -11,7 +11,6 @@ import pytest
 
 from medialane.transfer import StillWriting
 from medialane.transfer.nixl import child as child_module
-from medialane.transfer.nixl import mover as mover_module
 from medialane.transfer.nixl.agent import MAX_READS
 from medialane.types.errors import TransferFailed
 from nixl_hosts import FAKE, MIB, Host
@@ -149,9 +148,8 @@ async def test_process_is_restarted_when_too_many_bytes_may_still_be_written(hos
     assert reader.mover.pid != pid
 
 
-async def test_process_is_restarted_when_too_many_reads_are_stuck(hosts, owner, monkeypatch):
-    monkeypatch.setattr(mover_module, "MAX_GIVEN_UP", 1)
-    reader = hosts()
+async def test_process_is_restarted_when_too_many_reads_are_stuck(hosts, owner):
+    reader = hosts(max_given_up=1)
     opened = await owner.opened(DATA)
     await reader.read(opened)
     owner.stop()

@@ -25,11 +25,11 @@ TABLES = {
     "vllm_bridge/engine/source_prompt.py": "vLLM's loader, for stage url",
     "vllm_bridge/frontend/renderer_hook.py": "methods of vLLM's connector",
     "vllm_bridge/items/options.py": "vLLM's decoding options",
-    "vllm_bridge/items/media_hash.py": "what of an item vLLM hashes",
+    "vllm_bridge/frontend/render.py": "what of an item vLLM hashes",
     "vllm_bridge/items/header_values.py": "a stand-in for an item of a size",
     "vllm_bridge/learned/reference_tensors.py": "how Hugging Face's processors are called",
     "vllm_bridge/learned/sized_headers.py": "a blank of a size",
-    "vllm_bridge/learned/trial_items.py": "items that a model's processor is tried with at start",
+    "vllm_bridge/learned/item_shape.py": "items that a model's processor is tried with at start",
     "vllm_bridge/seams/multimodal.py": "vLLM's loaders",
     "vllm_bridge/seams/encoder_cache.py": "vLLM's dummy items",
 }

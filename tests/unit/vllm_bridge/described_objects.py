@@ -22,7 +22,7 @@ class Processor:
         self.names, self.listed, self.by_name = names, list(names), dict.fromkeys(names, 1)
         self.pairs = {(1, "a"), (2, "b"), (3, "c")}
         self.reason = f"made by {object()!r}"
-        self.plain, self.pick, self.call = object(), lambda value: value * self.scale, functools.partial(max, 3)
+        self.pick, self.call = lambda value: value * self.scale, functools.partial(max, 3)
         self.scale, self.method = torch.tensor([0.5]), self.resize
         self.logger, self.module, self.itself = logging.getLogger("x"), json, self
 

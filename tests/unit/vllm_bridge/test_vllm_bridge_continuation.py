@@ -1,6 +1,5 @@
 """What of a request's sampling parameters lets its answer go on in another engine, and with which it does."""
 
-from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from vllm.sampling_params import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from medialane.vllm_bridge.frontend import continuation
+from installed_packages import install
 from medialane.vllm_bridge.frontend.continuation import OBSTACLES, ContinuableAnswer, Continuations
 
 #: The engine has the same answer in mind, wherever the tokens in front of the next one come from.
@@ -135,9 +134,9 @@ def test_answer_that_is_not_watermarked_can_go_on():
     assert answer(config={"watermark_config": object()}, watermarking=False).obstacle == ""
 
 
-def test_installed_logits_processor_is_an_obstacle(monkeypatch):
-    installed = (EntryPoint("own", "module:Processor", "vllm.logits_processors"),)
-    monkeypatch.setattr(continuation, "entry_points", lambda group: [e for e in installed if e.group == group])
+def test_installed_logits_processor_is_an_obstacle(monkeypatch, tmp_path):
+    package = install(monkeypatch, tmp_path, "own", "1.0")
+    (package / "entry_points.txt").write_text("[vllm.logits_processors]\nown = module:Processor\n")
     assert "logits processor" in answer().obstacle
 
 

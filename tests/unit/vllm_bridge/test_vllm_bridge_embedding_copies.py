@@ -9,7 +9,7 @@ import torch
 from builders import checked_arena
 from medialane.arena import describe, layout
 from medialane.types.tensor import TensorSpec
-from medialane.vllm_bridge.engine.embedding_connector import Copied, EmbeddingCopies
+from medialane.vllm_bridge.engine.embedding_connector import CopyCounts, EmbeddingCopies
 from medialane.vllm_bridge.engine.embedding_schedule import StepEmbeddings
 
 SPEC = TensorSpec("bfloat16", (30, 64))
@@ -58,7 +58,7 @@ def world(arena, directory):
 def test_output_that_is_saved_is_loaded_bit_for_bit(world):
     reservation, tensor = world.reserved()
     strided = torch.cat([OUTPUT, OUTPUT], dim=1)[:, :64]
-    assert world.step({"a": strided}, fills={"r": {"a": tensor}}) == Copied(1, 0, [])
+    assert world.step({"a": strided}, fills={"r": {"a": tensor}}) == CopyCounts(1, 0, [])
     assert world.arena.is_completed(reservation)
     cache = {}
     assert world.step(cache, loads={"a": tensor}) is None
@@ -70,7 +70,7 @@ def test_output_that_is_saved_is_loaded_bit_for_bit(world):
 def test_output_is_saved_when_it_is_there_and_once(world):
     _, tensor = world.reserved()
     assert world.step({}, fills={"r": {"a": tensor}}) is None
-    assert world.step({"a": OUTPUT}) == Copied(1, 0, [])
+    assert world.step({"a": OUTPUT}) == CopyCounts(1, 0, [])
     assert world.step({"a": OUTPUT}) is None
 
 
@@ -93,7 +93,7 @@ def test_output_of_another_kind_is_never_written_and_logged_once(world, caplog, 
     reservation, tensor = world.reserved()
     with caplog.at_level(logging.ERROR):
         for name in "rs":
-            assert world.step({"a": output}, fills={name: {"a": tensor}}) == Copied(0, 1, [])
+            assert world.step({"a": output}, fills={name: {"a": tensor}}) == CopyCounts(0, 1, [])
     assert len(caplog.records) == 1
     assert not world.arena.is_completed(reservation)
     assert bytes(reservation.buffer).count(0) == len(reservation.buffer)
@@ -113,14 +113,14 @@ def test_range_that_is_gone_is_not_written(world, caplog):
 
 def test_range_that_two_requests_have_is_written_once(world):
     _, tensor = world.reserved()
-    assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}, "s": {"a": tensor}}) == Copied(1, 0, [])
+    assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}, "s": {"a": tensor}}) == CopyCounts(1, 0, [])
 
 
 def test_item_that_cannot_be_loaded_is_reported_and_leaves_the_engine_alive(world):
     reservation, tensor = world.reserved()
     world.arena.revoke(reservation)
     cache = {}
-    assert world.step(cache, loads={"a": tensor}) == Copied(0, 1, ["a"])
+    assert world.step(cache, loads={"a": tensor}) == CopyCounts(0, 1, ["a"])
     assert (cache["a"].shape, cache["a"].dtype) == (OUTPUT.shape, OUTPUT.dtype)
 
 

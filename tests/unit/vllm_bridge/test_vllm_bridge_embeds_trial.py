@@ -7,7 +7,6 @@ import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
 from medialane.types.tensor import UNNAMED
-from medialane.vllm_bridge.learned import embeds as tested
 from medialane.vllm_bridge.learned import try_embeds
 from medialane.vllm_bridge.learned.embeds import GRID, MODALITY, VALUES
 
@@ -20,20 +19,29 @@ def prompt(num_tokens=6, **fields):
     return {"mm_kwargs": {MODALITY: [item]}, "mm_placeholders": {MODALITY: [place]}, "prompt_token_ids": [1]}
 
 
-@pytest.fixture
-def model(monkeypatch):
-    """Installs a model whose parser and forward pass are the given functions."""
+class FakeEncoder:
+    """A `WorkerEncoder` of a model whose parser and forward pass are the given functions."""
 
-    def install(parse, forward=lambda values: values, *, has_grid=True):
-        sample = prompt(pixel_values=OUTPUT, **({GRID: torch.tensor([1, 4, 6])} if has_grid else {}))
-        monkeypatch.setattr(tested, "sample_inputs", lambda _: {MODALITY: sample})
-        monkeypatch.setattr(tested, "sample_of_embeds", lambda _worker, _modality, given: parse(given))
-        monkeypatch.setattr(tested, "mrope_positions", lambda *_args, **_kwargs: None)
-        monkeypatch.setattr(
-            tested, "embeddings_of", lambda _w, _m, item: forward(item[VALUES].data) if VALUES in item else OUTPUT
-        )
+    def __init__(self, parse, forward=lambda values: values, *, has_grid=True):
+        self._parse, self._forward = parse, forward
+        self._sample = prompt(pixel_values=OUTPUT, **({GRID: torch.tensor([1, 4, 6])} if has_grid else {}))
 
-    return install
+    def sample_inputs(self):
+        return {MODALITY: self._sample}
+
+    def sample_of_embeds(self, _modality, given):
+        return self._parse(given)
+
+    def mrope_positions(self, _token_ids, **_item):
+        return None
+
+    def embeddings_of(self, _modality, item):
+        return self._forward(item[VALUES].data) if VALUES in item else OUTPUT
+
+
+def tried(*model, **how):
+    """What is found of a `FakeEncoder` with these functions."""
+    return try_embeds(None, lambda _: FakeEncoder(*model, **how))
 
 
 def as_object(given):
@@ -45,15 +53,13 @@ def as_tensor(given):
     return prompt(**{VALUES: given + 0})
 
 
-def test_object_with_a_grid_is_accepted(model):
-    model(as_object)
-    assert try_embeds(None) == {"fields": [VALUES, GRID], "width": 2, "fault": ""}
+def test_object_with_a_grid_is_accepted():
+    assert tried(as_object) == {"fields": [VALUES, GRID], "width": 2, "fault": ""}
 
 
 @pytest.mark.parametrize("has_grid", [True, False])
-def test_single_tensor_is_accepted(model, has_grid):
-    model(as_tensor, has_grid=has_grid)
-    assert try_embeds(None) == {"fields": [UNNAMED], "width": 2, "fault": ""}
+def test_single_tensor_is_accepted(has_grid):
+    assert tried(as_tensor, has_grid=has_grid) == {"fields": [UNNAMED], "width": 2, "fault": ""}
 
 
 def refuse(_):
@@ -71,8 +77,7 @@ def refuse(_):
     ],
     ids=["parser", "forward", "changed", "fewer", "placeholder"],
 )
-def test_model_that_does_not_take_them_as_they_are_accepts_none(model, parse, forward, fault):
-    model(parse, forward, has_grid=False)
-    found = try_embeds(None)
+def test_model_that_does_not_take_them_as_they_are_accepts_none(parse, forward, fault):
+    found = tried(parse, forward, has_grid=False)
     assert (found["fields"], found["width"]) == ([], 0)
     assert fault in found["fault"]

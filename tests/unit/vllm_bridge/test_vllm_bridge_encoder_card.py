@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge.engine import encoder_card as tested
-from medialane.vllm_bridge.engine.encoder_card import (
+from medialane.types.request import EncoderCard
+from medialane.vllm_bridge.engine.engine_embeddings import (
     UnknownEncoder,
     encoder_card,
     encoder_digest,
@@ -93,12 +93,6 @@ def measured(**changes):
     return {"widths": {"image": 128}, "dtypes": {"image": "bfloat16"}, "faults": {}} | changes
 
 
-def test_card_has_what_was_measured(monkeypatch):
-    monkeypatch.setattr(tested, "encoder_digest", lambda _: "d" * 64)
-    card = encoder_card(None, [measured(), measured()])
-    assert (card.digest, card.dtype, card.widths) == ("d" * 64, "bfloat16", {"image": 128})
-
-
 @pytest.mark.parametrize(
     ("ranks", "why"),
     [
@@ -113,13 +107,15 @@ def test_encoder_that_cannot_be_described_is_not_used(ranks, why):
         encoder_card(None, ranks)
 
 
-def test_digest_covers_the_settings_of_the_encoder(tiny_model):
+def test_card_has_what_was_measured_and_a_digest_of_the_settings_of_the_encoder(tiny_model):
     from medialane.vllm_bridge.engine.engine_options import engine_args
 
     def of(*flags):
         return encoder_digest(engine_args(str(tiny_model), ["--enforce-eager", *flags]).create_engine_config())
 
     before = of()
+    config = engine_args(str(tiny_model), ["--enforce-eager"]).create_engine_config()
+    assert encoder_card(config, [measured(), measured()]) == EncoderCard(before, "bfloat16", {"image": 128})
     assert of("--max-model-len=1234", "--max-num-seqs=3") == before
     for flag in ("--dtype=float32", "--mm-encoder-tp-mode=data", "--no-mm-device-do-normalize", "--load-format=dummy"):
         assert of(flag) != before, flag

@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalFieldElem, MultiModalKwargsItem, PlaceholderRange
 
-from medialane.vllm_bridge.engine import encoder_card as tested
+from medialane.vllm_bridge.engine.engine_embeddings import measure
+from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder
 
 PLACE = PlaceholderRange(offset=1, length=3)
 
@@ -22,16 +22,24 @@ class Model:
         return torch.arange(len(token_ids)).expand(3, -1), 0
 
 
-@pytest.fixture
-def worker():
-    config = SimpleNamespace(model_config=SimpleNamespace(uses_mrope=True))
-    return SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(get_model=Model))
+class FakeEncoder(WorkerEncoder):
+    """Of a worker whose processor and forward pass are replaced by their results."""
+
+    def __init__(self, sample):
+        config = SimpleNamespace(model_config=SimpleNamespace(uses_mrope=True))
+        super().__init__(SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(get_model=Model)))
+        self._sample = sample
+
+    def sample_inputs(self):
+        return {"image": self._sample}
+
+    def embeddings_of(self, _modality, _item):
+        return torch.zeros(3, 16)
 
 
-def test_embeddings_are_kept_of_a_model_that_needs_a_token_after_an_item(worker, monkeypatch):
+def test_embeddings_are_kept_of_a_model_that_needs_a_token_after_an_item():
     field = MultiModalFieldConfig.batched("image").field
     item = MultiModalKwargsItem({"grid": MultiModalFieldElem(data=torch.tensor(3), field=field)})
     sample = {"mm_kwargs": {"image": [item]}, "mm_placeholders": {"image": [PLACE]}, "prompt_token_ids": [7, 5, 5, 5]}
-    monkeypatch.setattr(tested, "sample_inputs", lambda _: {"image": sample})
-    monkeypatch.setattr(tested, "embeddings_of", lambda *_: torch.zeros(3, 16))
-    assert tested.measure(worker) == {"widths": {"image": 16}, "dtypes": {"image": "float32"}, "faults": {}}
+    found = measure(None, lambda _: FakeEncoder(sample))
+    assert found == {"widths": {"image": 16}, "dtypes": {"image": "float32"}, "faults": {}}

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from medialane.vllm_bridge.frontend.fail_fast import failing_fast, is_large
+from medialane.vllm_bridge.seams.api_server import failing_fast, is_large
 
 
 class Point(BaseModel):

@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge.frontend import renderer_hook
 from medialane.vllm_bridge.frontend.renderer_hook import MAX_TEXT_BYTES, InlineRendering
 
 
@@ -66,9 +66,12 @@ async def test_nothing_is_rendered_inline_while_the_thread_is_working(run):
     assert await is_inline(run)
 
 
-async def test_inline_time_per_iteration_is_limited(run, monkeypatch):
-    monkeypatch.setattr(renderer_hook, "MAX_LOOP_S", 0.0)
-    first, second = run(threading.get_ident), run(threading.get_ident)
+async def test_inline_time_per_iteration_is_limited(run):
+    def long():
+        time.sleep(0.005)  # time: more than the loop renders in an iteration
+        return threading.get_ident()
+
+    first, second = run(long), run(threading.get_ident)
     assert await first == threading.get_ident()
     assert await second != threading.get_ident()
     assert await is_inline(run)

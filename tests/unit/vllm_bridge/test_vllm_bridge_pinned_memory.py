@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from medialane.vllm_bridge.items.arena_tensors import ArenaResolver
 from waiting import wait_until
@@ -13,7 +12,7 @@ READ_ONLY = 8
 
 
 class FakeCuda:
-    """CUDA's runtime. Registration waits for `may_register`, and ends with `error`."""
+    """`torch.cuda`, and CUDA's runtime. Registration waits for `may_register`, and ends with `error`."""
 
     def __init__(self):
         self.registered = {}
@@ -21,6 +20,19 @@ class FakeCuda:
         self.error = 0
         self.may_register = threading.Event()
         self.may_register.set()
+        self.is_used = True
+
+    def is_initialized(self):
+        return self.is_used
+
+    def cudart(self):
+        return self
+
+    def current_device(self):
+        return 3
+
+    def set_device(self, device):
+        self.calls.append(("device", device))
 
     def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802 - CUDA's name
         self.may_register.wait(10)
@@ -42,23 +54,18 @@ def is_mapped(address):
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: fake.calls.append(("device", device)))
-    return fake
+def cuda():
+    return FakeCuda()
 
 
-def attached(arena, *, pin=True):
-    resolver = ArenaResolver()
+def attached(arena, cuda, *, pin=True):
+    resolver = ArenaResolver(cuda)
     assert resolver.attach(arena.id, "/dev/shm", arena.nonce.hex(), pin=pin)
     return resolver
 
 
 def test_arena_is_registered_as_read_only_on_the_models_device_and_unregistered_while_it_is_mapped(arena, cuda):
-    resolver = attached(arena)
+    resolver = attached(arena, cuda)
     wait_until(lambda: cuda.registered)
     resolver.detach(arena.id)
     resolver.detach(arena.id)
@@ -68,7 +75,7 @@ def test_arena_is_registered_as_read_only_on_the_models_device_and_unregistered_
 
 def test_attaching_does_not_wait_for_the_registration_and_detaching_does(arena, cuda):
     cuda.may_register.clear()
-    resolver = attached(arena)
+    resolver = attached(arena, cuda)
     assert not cuda.registered
     detaching = threading.Thread(target=resolver.detach, args=[arena.id])
     detaching.start()
@@ -80,7 +87,7 @@ def test_attaching_does_not_wait_for_the_registration_and_detaching_does(arena, 
 def test_refusal_is_logged_once_and_the_arena_stays_readable(arena, cuda, caplog):
     caplog.set_level("WARNING", "medialane")  # a library of vLLM's app raises the level of all
     cuda.error = 801
-    resolver = attached(arena)
+    resolver = attached(arena, cuda)
     resolver.detach(arena.id)
     assert cuda.calls[-1][0] == "register", "what was not registered is not unregistered"
     (record,) = caplog.records
@@ -88,12 +95,12 @@ def test_refusal_is_logged_once_and_the_arena_stays_readable(arena, cuda, caplog
     assert "reason 801" in record.getMessage()
 
 
-def test_process_without_cuda_registers_nothing(arena, cuda, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    attached(arena).detach(arena.id)
+def test_process_without_cuda_registers_nothing(arena, cuda):
+    cuda.is_used = False
+    attached(arena, cuda).detach(arena.id)
     assert cuda.calls == []
 
 
 def test_arena_of_an_engine_that_only_encodes_is_not_registered(arena, cuda):
-    attached(arena, pin=False).detach(arena.id)
+    attached(arena, cuda, pin=False).detach(arena.id)
     assert cuda.calls == []

@@ -25,9 +25,7 @@ time.sleep(60)  # time: a leftover of a failed test ends by itself
 def temporary(tmp_path, monkeypatch):
     """A short path, unlike pytest's: sockets are created in it."""
     path = Path(tempfile.mkdtemp(prefix="ml-", dir="/tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(path))
-    monkeypatch.setenv("TMPDIR", str(path))
-    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(path))  # the operator's
     yield path
     shutil.rmtree(path)
 
@@ -73,24 +71,22 @@ def test_vllm_sockets_are_in_the_folder_until_removed(temporary):
     assert set(os.listdir(folder.path)) == {"owner.lock", os.path.basename(address)}
     folder.remove()
     assert list(temporary.iterdir()) == []
-    assert "VLLM_RPC_BASE_PATH" not in os.environ
+    assert os.environ["VLLM_RPC_BASE_PATH"] == str(temporary)
 
 
-def test_operator_socket_folder_contains_ours(temporary, monkeypatch):
-    named = temporary / "named"
-    named.mkdir()
-    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(named))
+def test_folder_for_temporary_files_contains_ours_unless_the_operator_names_one(monkeypatch):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
     folder = PrivateFolder()
     folder.enter()
-    assert folder.path.parent == named
+    assert folder.path.parent == Path(tempfile.gettempdir())
     folder.remove()
-    assert os.environ["VLLM_RPC_BASE_PATH"] == str(named)
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
 
 
 def test_folder_with_too_long_path_is_created_in_tmp(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
     folder = PrivateFolder()
     assert str(folder.path.parent) == "/tmp"
     folder.remove()

@@ -1,7 +1,6 @@
 """The probe, and its counterpart over sources, over a library that is made for each test; `tests/contract` runs them
 over vLLM (`test_vllm_seams.py`, `test_vllm_next_version.py`)."""
 
-import dataclasses
 import json
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from installed_packages import install
 from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam, _seams
@@ -64,15 +64,13 @@ def in_sources(tmp_path):
     return faults
 
 
-@pytest.fixture
-def table(monkeypatch):
-    """Makes a table of these seams."""
+def table(*seams, processes=BOTH):
+    """A table of these seams."""
+    return (Group("test group", purpose="", module="", without="", tests=(), seams=seams, processes=processes),)
 
-    def put(*seams, processes=BOTH):
-        group = Group("test group", purpose="", module="", without="", tests=(), seams=seams, processes=processes)
-        monkeypatch.setattr(probe, "GROUPS", (group,))
 
-    return put
+def probed(*seams):
+    return probe.probe(groups=table(*seams))
 
 
 def seam(name, kind="read", **more):
@@ -111,9 +109,8 @@ SEAMS = [
 
 
 @pytest.mark.usefixtures("library")
-def test_seams_matching_the_table_are_intact(table, in_sources):
-    table(*SEAMS)
-    assert probe.probe() == []
+def test_seams_matching_the_table_are_intact(in_sources):
+    assert probed(*SEAMS) == []
     assert in_sources(LIBRARY) == []
 
 
@@ -131,15 +128,13 @@ def test_seams_matching_the_table_are_intact(table, in_sources):
         ("def helper", "def helped", "strange_library has no attribute helper"),
     ],
 )
-def test_change_that_breaks_a_seam_is_named(library, table, in_sources, before, after, why):
+def test_change_that_breaks_a_seam_is_named(library, in_sources, before, after, why):
     assert before in LIBRARY
     library(LIBRARY.replace(before, after))
-    table(*SEAMS)
-    assert any(why in str(broken) and "test group" in str(broken) for broken in probe.probe())
+    assert any(why in str(broken) and "test group" in str(broken) for broken in probed(*SEAMS))
     assert any(why in fault for fault in in_sources(LIBRARY.replace(before, after)))
 
 
-@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -148,39 +143,36 @@ def test_change_that_breaks_a_seam_is_named(library, table, in_sources, before, 
         ("def helper(): ...", "def helper(*args): ...\n\ndef another(): ..."),
     ],
 )
-def test_irrelevant_change_breaks_no_seam(library, table, in_sources, before, after):
+def test_irrelevant_change_breaks_no_seam(library, in_sources, before, after):
     assert before in LIBRARY
     library(LIBRARY.replace(before, after))
-    table(*SEAMS)
-    assert probe.probe() == []
+    assert probed(*SEAMS) == []
     assert in_sources(LIBRARY.replace(before, after)) == []
 
 
-def test_missing_module_is_named(table):
-    table(Seam("strange_library.inner:name", "read"))
-    (broken,) = probe.probe()
+def test_missing_module_is_named():
+    (broken,) = probed(Seam("strange_library.inner:name", "read"))
     assert "no module strange_library" in str(broken)
 
 
-def test_missing_dependency_of_a_module_is_not_a_broken_seam(table, monkeypatch, tmp_path):
+def test_missing_dependency_of_a_module_is_not_a_broken_seam(monkeypatch, tmp_path):
     (tmp_path / "needs_another.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(tmp_path)
-    table(Seam("needs_another:name", "read"))
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        probe.probe()
+        probed(Seam("needs_another:name", "read"))
 
 
-def test_probe_imports_only_the_modules_of_its_process(table):
-    table(Seam("no_such_module:name", "read"), processes=("worker",))
-    assert probe.probe(("gateway",)) == []
-    assert len(probe.probe(("worker",))) == 1
+def test_probe_imports_only_the_modules_of_its_process():
+    groups = table(Seam("no_such_module:name", "read"), processes=("worker",))
+    assert probe.probe(("gateway",), groups) == []
+    assert len(probe.probe(("worker",), groups)) == 1
 
 
-def test_start_error_lists_every_broken_seam_and_both_versions(table, monkeypatch):
-    monkeypatch.setattr(probe, "installed_version", lambda: "0.99.0")
-    table(Seam("no_such_module:a", "read"), Seam("no_such_module:b", "read"))
+def test_start_error_lists_every_broken_seam_and_both_versions(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "vllm", "0.99.0")
+    groups = table(Seam("no_such_module:a", "read"), Seam("no_such_module:b", "read"))
     with pytest.raises(StartupFailed) as caught:
-        probe.check("worker")
+        probe.check("worker", groups)
     message = caught.value.message
     assert all(word in message for word in ("0.99.0", TESTED_VLLM, "no_such_module:a", "no_such_module:b"))
     assert "upgrading-vllm.md" in message
@@ -189,21 +181,19 @@ def test_start_error_lists_every_broken_seam_and_both_versions(table, monkeypatc
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("version", [TESTED_VLLM, "0.99.0"])
-def test_untested_vllm_with_all_seams_starts_with_a_warning(table, monkeypatch, version):
-    warnings = []
-    monkeypatch.setattr(probe, "installed_version", lambda: version)
-    monkeypatch.setattr(probe.logger, "warning", lambda *words: warnings.append(words))
-    table(*SEAMS)
-    probe.check("gateway")
-    assert bool(warnings) == (version != TESTED_VLLM)
+def test_untested_vllm_with_all_seams_starts_with_a_warning(monkeypatch, tmp_path, caplog, version):
+    install(monkeypatch, tmp_path, "vllm", version)
+    caplog.set_level("WARNING", "medialane")  # a library of vLLM's app raises the level of all
+    probe.check("gateway", table(*SEAMS))
+    assert (f"vLLM {version} has all private seams" in caplog.text) == (version != TESTED_VLLM)
 
 
-def test_summary_counts_seams(table, monkeypatch):
-    monkeypatch.setattr(probe, "installed_version", lambda: "0.32.0")
-    table(*SEAMS)
-    assert probe.summary([]) == "vLLM 0.32.0: 5 private seams, all found"
-    broken = probe.Broken(probe.GROUPS[0], dataclasses.replace(SEAMS[0]), "is missing")
-    assert "strange_library:Engine.add is missing" in probe.summary([broken])
+def test_summary_counts_seams(monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "vllm", "0.99.0")
+    (group,) = groups = table(*SEAMS)
+    assert probe.summary([], groups) == "vLLM 0.99.0: 5 private seams, all found"
+    broken = probe.Broken(group, SEAMS[0], "is missing")
+    assert "strange_library:Engine.add is missing" in probe.summary([broken], groups)
 
 
 def test_tested_version_matches_the_installation_and_the_flag_table():

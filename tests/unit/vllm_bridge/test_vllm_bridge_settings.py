@@ -43,7 +43,7 @@ def test_settings_that_cannot_be_compared_are_logged_in_one_line(caplog):
         lambda: FakeProcessor(lock=threading.Lock(), guard=SimpleNamespace(lock=threading.Lock()))
     )
     (record,) = caplog.records
-    for name in ("hf_processor.image_processor.lock", "hf_processor.image_processor.guard[lock] (_thread.lock)"):
+    for name in ("hf_processor.image_processor.lock", "hf_processor.image_processor.guard.lock (_thread.lock)"):
         assert name in record.getMessage()
     assert found["hf_processor.image_processor.lock"] == '{"unknown":"lock"}'
 

@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -67,10 +66,6 @@ class Cached:
         return self.side**2
 
 
-def enclosing(value):
-    return lambda: value
-
-
 class One:
     pass
 
@@ -115,12 +110,8 @@ class Two:
         (One(), Two()),
         (One, Two),
         (Slotted(1), Slotted(2)),
-        (enclosing(1), enclosing(2)),
         (functools.partial(max, 1), functools.partial(max, 2)),
         (max, min),
-        (Size(3).__init__, Size(4).__init__),
-        (re.compile("a"), re.compile("b")),
-        (range(3), range(4)),
         (torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 3, bias=False)),
         (logging.getLogger("a"), logging.getLogger("b")),
     ],
@@ -134,9 +125,9 @@ def test_different_values_are_described_differently(one, two):
 @pytest.mark.parametrize(
     ("value", "unknown"),
     [
-        (Size(scale=threading.Lock()), ("scale (_thread.lock)",)),
-        (Size(scale=[1, {"x": threading.Lock()}]), ("scale[1][x] (_thread.lock)",)),
-        (Size(scale=list(range(30_000))), ("scale (builtins.list)",)),
+        (Size(scale=threading.Lock()), (".scale (_thread.lock)",)),
+        (Size(scale=[1, {"x": threading.Lock()}]), (".scale[1][x] (_thread.lock)",)),
+        (Size(scale=list(range(30_000))), (".scale (builtins.list)",)),
     ],
     ids=["lock", "nested", "vocabulary"],
 )

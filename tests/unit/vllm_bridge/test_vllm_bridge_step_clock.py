@@ -2,19 +2,21 @@ import time
 
 import pytest
 
-from medialane.vllm_bridge.engine import embedding_connector
 from medialane.vllm_bridge.engine.embedding_connector import StepClock
 
 
-@pytest.fixture
-def kernel(monkeypatch):
+class Kernel:
     """The number of times that the thread was preempted, and the time."""
-    found = type("Kernel", (), {"ru_nivcsw": 0, "now": 100.0})()
-    monkeypatch.setattr(
-        embedding_connector, "getrusage", lambda _who: type("Usage", (), {"ru_nivcsw": found.ru_nivcsw})
-    )
-    monkeypatch.setattr(embedding_connector.time, "perf_counter", lambda: found.now)
-    return found
+
+    num_preempted, now = 0, 100.0
+
+    def step_clock(self):
+        return StepClock(clock=lambda: self.now, num_preempted=lambda: self.num_preempted)
+
+
+@pytest.fixture
+def kernel():
+    return Kernel()
 
 
 def spend(clock, kernel, *calls):
@@ -22,20 +24,20 @@ def spend(clock, kernel, *calls):
     for seconds, is_preempted in calls:
         with clock.measure():
             kernel.now += seconds
-            kernel.ru_nivcsw += is_preempted
+            kernel.num_preempted += is_preempted
     kernel.now += 50
     clock.end_step()
 
 
 def test_longest_step_is_the_largest_sum_of_its_calls(kernel):
-    clock = StepClock()
+    clock = kernel.step_clock()
     for calls in ([(1, 0), (2, 0)], [(2.5, 0)], []):
         spend(clock, kernel, *calls)
     assert clock.longest_s == 3
 
 
 def test_preempted_call_is_left_out(kernel):
-    clock = StepClock()
+    clock = kernel.step_clock()
     spend(clock, kernel, (1, 0), (9, 1), (1, 0))
     assert clock.longest_s == 2
 

@@ -3,51 +3,43 @@ from pathlib import Path
 
 import pytest
 
-from medialane.testing import tiny_model
-from medialane.testing.tiny_model import SPECIAL_TOKENS, build_tiny_model, cache_folder
+from medialane.testing.tiny_model import SPECIAL_TOKENS, build_once, cache_folder
+
+# How the folder of a model appears.
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Building without torch: what is tested is how the folder appears."""
+def test_second_build_reuses_the_first(tmp_path):
     built = []
 
     def write(folder: Path) -> None:
         built.append(folder)
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(tiny_model, "_write_model", write)
-    return built
-
-
-def test_second_build_reuses_the_first(tmp_path, quick):
-    first = build_tiny_model(tmp_path / "cache")
-    assert build_tiny_model(tmp_path / "cache") == first
-    assert len(quick) == 1
+    first = build_once(tmp_path / "cache" / "model", write)
+    assert build_once(tmp_path / "cache" / "model", write) == first
+    assert len(built) == 1
     assert [path.name for path in first.iterdir()] == ["config.json"]
 
 
-def test_failed_build_leaves_no_folder(tmp_path, monkeypatch):
+def test_failed_build_leaves_no_folder(tmp_path):
     def fail(folder: Path) -> None:
         (folder / "half").write_text("")
         raise OSError("disk full")
 
-    monkeypatch.setattr(tiny_model, "_write_model", fail)
     with pytest.raises(OSError, match="disk full"):
-        build_tiny_model(tmp_path)
+        build_once(tmp_path / "model", fail)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_concurrent_builders_share_one_complete_folder(tmp_path, monkeypatch):
+def test_concurrent_builders_share_one_complete_folder(tmp_path):
     together = threading.Barrier(2)
 
     def write(folder: Path) -> None:
         (folder / "config.json").write_text("{}")
         together.wait(5)
 
-    monkeypatch.setattr(tiny_model, "_write_model", write)
     found = []
-    threads = [threading.Thread(target=lambda: found.append(build_tiny_model(tmp_path))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(build_once(tmp_path / "model", write))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

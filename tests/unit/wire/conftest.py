@@ -12,7 +12,7 @@ from certificates import tls_settings
 from medialane.gateway.workers import RpcClient
 from medialane.testing.fake_worker import FakeHandler
 from medialane.wire import Hello, RpcConfig, Welcome
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 
 
 def pytest_asyncio_loop_factories(config, item):

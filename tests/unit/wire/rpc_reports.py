@@ -4,7 +4,7 @@ from medialane.gateway.workers import RpcClient
 
 
 class Reported:
-    """A `ReportListener`."""
+    """Notes what a `RoutedWorker` is told."""
 
     def __init__(self, client: RpcClient) -> None:
         self.client = client

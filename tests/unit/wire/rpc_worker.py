@@ -7,7 +7,7 @@ import uvloop
 
 from medialane.testing.fake_worker import FakeHandler
 from medialane.wire import RpcConfig
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 
 
 async def main(address: str, num_tokens: str, delay_s: str) -> None:

@@ -14,13 +14,14 @@ import trustme
 from rpc_requests import engine_request, tokens_of
 
 from certificates import tls_settings
+from limits import no_free_descriptors
 from medialane.gateway.workers import RpcClient
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, MedialaneError
 from medialane.wire import Hello, Role, RpcConfig, Security, acceptor, append_frame
 from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel
-from waiting import DEADLINE_S, eventually
+from waiting import DEADLINE_S, eventually, retried
 from written_lines import written_lines
 
 SECRET = "a secret of the tests"
@@ -211,20 +212,12 @@ async def test_failures_are_logged_once_per_address(served, config, caplog):
     assert SECRET not in caplog.text
 
 
-async def test_exhausted_descriptors_pause_accepting(served, monkeypatch, caplog):
-    monkeypatch.setattr(acceptor, "_ACCEPT_RETRY_S", 0.05)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    peer = socket.socket()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno() + 1, limits[1]))
-    try:
+async def test_exhausted_descriptors_pause_accepting(served, caplog):
+    with socket.socket() as peer, no_free_descriptors():
         peer.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            peer.connect(plain_socket(served))
+        peer.connect_ex(plain_socket(served))
         await eventually(lambda: "no connection can be accepted" in caplog.text)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        peer.close()
-    await served.connect(gateway_id="late")
+    await retried(lambda: served.connect(gateway_id="late"), AuthenticationFailed)
 
 
 async def test_close_ends_handshakes_and_frees_the_port(tcp_net, config):

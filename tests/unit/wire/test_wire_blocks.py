@@ -12,9 +12,10 @@ from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import ProtocolViolation
 from medialane.types.kv_events import KvChange
 from medialane.wire import KvBlocks, ResyncBlocks
-from medialane.worker.reports import PIECE_BLOCKS
 from waiting import eventually
 
+#: In one message.
+PIECE_BLOCKS = 2048
 #: Made once, outside of any loop.
 MANY = dict.fromkeys(range(60 * PIECE_BLOCKS))
 
@@ -125,15 +126,15 @@ async def test_worker_sends_a_new_snapshot_on_request(net, handler, raw):
     assert (again.snapshot, again.sequence) == (True, 1)
 
 
-async def test_gap_is_repaired(net, handler, monkeypatch):
+async def test_gap_is_repaired(net, handler):
     client = await net.connect()
     view = View(client)
-    await eventually(lambda: view.changes)
-    lost = []
-    with monkeypatch.context() as patched:
-        patched.setattr(client.reports, "received", lost.append)
-        handler.change_blocks([1])
-        await eventually(lambda: any(isinstance(message, KvBlocks) for message in lost))
+    handler.change_blocks([1])
+    await eventually(lambda: view.held == {1})
+    last = view.changes[-1]
+    after_a_lost_one = msgspec.structs.replace(last, snapshot=False, sequence=last.sequence + 2)
+    client.reports.received(KvBlocks(after_a_lost_one))
+    await eventually(lambda: [change.snapshot for change in view.changes].count(True) == 2)
     handler.change_blocks([2])
     await eventually(lambda: view.held == {1, 2})
     assert client.reports.num_block_gaps == 1

@@ -1,6 +1,8 @@
 """Workers that connect to a gateway: the first message, refusals, and peers that are not workers."""
 
 import asyncio
+import socket
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -24,7 +26,7 @@ from medialane.wire import (
     dial,
 )
 from medialane.wire.acceptor import MAX_PENDING
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 from waiting import eventually
 
 CONFIG = RpcConfig(heartbeat_timeout_s=2.0)
@@ -141,20 +143,21 @@ async def test_join_that_cannot_be_used_is_refused_with_the_reason(gateway, work
     assert not gateway.joins
 
 
-async def test_address_without_a_gateway_is_told_from_one_that_is_cut_off(worker, monkeypatch):
+async def test_address_without_a_gateway_is_told_from_one_that_is_cut_off(worker):
     server = JoinServer(CONFIG, Gateway().serve_worker)
     address = await server.serve("tcp://127.0.0.1:0")
     await server.close()
     with pytest.raises(NoWorkerReady):
         await worker.join(address, JOIN)
 
-    async def lost_packets(*_):
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("medialane.worker.server.dial", lost_packets)
-    monkeypatch.setattr("medialane.worker.server.DIAL_TIMEOUT_S", 0.05)
-    with pytest.raises(WorkerLost, match="does not respond"):
-        await worker.join(address, JOIN)
+    with ExitStack() as sockets:  # its backlog is full: the kernel drops further connections
+        silent = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        with pytest.raises(WorkerLost, match="does not respond"):
+            await worker.join(f"tcp://127.0.0.1:{silent.getsockname()[1]}", JOIN)
 
 
 async def test_gateway_that_is_lost_before_it_registers_may_be_tried_again(gateway, worker):

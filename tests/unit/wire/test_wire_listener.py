@@ -11,7 +11,7 @@ from rpc_requests import engine_request, tokens_of
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import StartupFailed
 from medialane.wire import Listener, RpcConfig
-from medialane.worker.server import RpcServer
+from medialane.worker import RpcServer
 
 
 async def test_close_is_idempotent_and_removes_the_socket(net):

@@ -10,10 +10,10 @@ import pytest
 from medialane.types.errors import ArenaFull, HandoverFailed, StoreUnavailable
 from medialane.types.feature import (
     MAX_HEADER_BYTES,
-    Copied,
     Embedding,
     EmbeddingUse,
     FoundEmbedding,
+    LocalCopy,
     MediaPayload,
     PlaceholderRange,
     RemoteEntry,
@@ -268,7 +268,7 @@ async def test_embedding_of_another_host_is_pulled_like_tensors():
     class Pulling:
         async def pull(self, entries):
             assert list(entries) == [granted]
-            return "hold", [Copied(here, "tcp")]
+            return "hold", [LocalCopy(here, "tcp")]
 
     sent = request(msgspec.structs.replace(item(sent=embedding()), remote=granted))
     assert entries_read(sent.prompt) == {there}

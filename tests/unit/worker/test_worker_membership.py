@@ -56,7 +56,7 @@ class Network:
         self.open[address].set()
 
 
-QUICK = Delays(initial_s=0.01, max_s=0.02, min_resolve_interval_s=0.01)
+QUICK = {"initial_s": 0.01, "max_s": 0.02, "min_resolve_interval_s": 0.01}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ async def net():
                 *(names or (NAME,), net.connect),
                 config=config,
                 resolve=net.resolve,
-                delays=QUICK._replace(**delays),
+                delays=Delays(**{**QUICK, **delays}),
             )
             running = asyncio.create_task(membership.run())
             stack.push_async_callback(_cancelled, running)

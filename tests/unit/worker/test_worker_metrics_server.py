@@ -14,10 +14,9 @@ from medialane.tools.check import free_port
 from medialane.types.errors import StartupFailed
 from medialane.types.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.wire import Hello, RpcConfig
-from medialane.worker import Worker, WorkerConfig
+from medialane.worker import RpcServer, Worker, WorkerConfig
 from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
-from medialane.worker.server import RpcServer
 from waiting import eventually
 
 

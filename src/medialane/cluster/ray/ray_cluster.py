@@ -16,14 +16,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from medialane import __version__
@@ -36,18 +37,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAMESPACE = "medialane"
-#: Time after which missing resources are reported, and interval of further reports; a cluster that grows on demand may
-#: still provide them.
-_REPORT_S, _REPORT_AGAIN_S = 5.0, 30.0
 _POLL_S = 0.2
-#: How often it is checked that Ray's services listen, and how long they may be away, for a restart of the head: longer,
-#: and Ray ends this process without a word (gcs_rpc_server_reconnect_timeout_s, 60 s).
-CHECK_S, LOST_S = 2.0, 30.0
 _ANSWER_S = 2.0
 _HEAD, _RAYLET = "Ray's head (GCS)", "Ray's raylet of this host"
 #: Besides a process's own timeout: for the call to its actor.
 _CALL_S = 5.0
-_CONNECT_S = 5.0
 #: Of a node that is started here: its smallest, as no object goes through Ray, and /dev/shm is for the arena.
 _OBJECT_STORE_BYTES = 80 << 20
 #: Of `node:ADDRESS`, of which a node has 1.
@@ -55,6 +49,21 @@ _NODE_SHARE = 0.001
 _HINT = "if it has a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be as on its nodes"
 _MAX_SHOWN_NODES = 8
 _MAX_SHOWN_CHARACTERS = 400
+
+
+class RayTimes(NamedTuple):
+    """How often it is checked that Ray's services listen, and how long they may be away, for a restart of the head:
+    longer, and Ray ends this process without a word (gcs_rpc_server_reconnect_timeout_s, 60 s). When missing resources
+    are reported, and the interval of further reports; a cluster that grows on demand may still provide them."""
+
+    check_s: float = 2.0
+    lost_s: float = 30.0
+    report_s: float = 5.0
+    report_again_s: float = 30.0
+    connect_s: float = 5.0
+
+
+_TIMES = RayTimes()
 
 
 class SupervisingActor:
@@ -104,15 +113,16 @@ def _other_version(version: str, node: str) -> RunEnd | None:
 
 class RayCluster:
     """The cluster at `address`: a node's `HOST:PORT`, or `ray://...` is refused. Without one, that of RAY_ADDRESS or of
-    this host, else a new one of this host alone. Raises StartupFailed."""
+    this host, else a new one of this host alone. `api` is Ray, or its fake. Raises StartupFailed."""
 
-    def __init__(self, address: str = "") -> None:
+    def __init__(self, address: str = "", *, api: ModuleType = ray, times: RayTimes = _TIMES) -> None:
         if address.startswith("ray://"):
             raise StartupFailed("--address ray://...: gateways need a node of the cluster here: HOST:PORT, or auto")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        self._is_own = not ray.is_initialized()  # otherwise of the embedding program
+        self._ray, self._times = api, times
+        self._is_own = not api.is_initialized()  # otherwise of the embedding program
         if self._is_own:
-            _connect(address)
+            _connect(address, api, times.connect_s)
         self._actors: dict[str, Any] = {}
         self._runs: dict[str, asyncio.Future[RunEnd]] = {}
         self._specs: dict[str, RemoteSpec] = {}
@@ -121,9 +131,9 @@ class RayCluster:
     @cached_property
     def _services(self) -> dict[str, tuple[str, int]]:
         """Where Ray's services listen that this process depends on."""
-        context = ray.get_runtime_context()
+        context = self._ray.get_runtime_context()
         host, _, port = context.gcs_address.rpartition(":")
-        own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        own = next(node for node in self._ray.nodes() if node["NodeID"] == context.get_node_id())
         return {_HEAD: (host.strip("[]"), int(port)), _RAYLET: (own["NodeManagerAddress"], own["NodeManagerPort"])}
 
     @property
@@ -134,12 +144,12 @@ class RayCluster:
     @property
     def nodes(self) -> list[str]:
         """Addresses of all nodes that are alive, that of this process first."""
-        alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        alive = {str(node["NodeManagerAddress"]) for node in self._ray.nodes() if node["Alive"]}
         return [self.node, *sorted(alive - {self.node})]
 
     @property
     def has_gpus(self) -> bool:
-        return bool(ray.cluster_resources().get("GPU"))
+        return bool(self._ray.cluster_resources().get("GPU"))
 
     async def spawn(
         self, specs: Sequence[RemoteSpec], *, timeout_s: float, entered: Callable[[str, Phase], None] = lambda *_: None
@@ -150,7 +160,7 @@ class RayCluster:
             phase = Phase("waiting for Ray's resources", remedy=await self._shortage(workers))
             for spec in workers:
                 entered(spec.name, phase)
-            self._group = placement_group([_resources(spec) for spec in workers], strategy="SPREAD")
+            self._group = self._ray.util.placement_group([_resources(spec) for spec in workers], strategy="SPREAD")
             await self._reserved(self._group, timeout_s)
         for name in self._specs:
             entered(name, Phase("waiting for Ray to start its actor"))
@@ -163,15 +173,15 @@ class RayCluster:
             now = time.monotonic()
             if missing and missing_since is None:
                 missing_since = now
-                logger.error("%s: waiting %g s for it to come back", _gone(missing), LOST_S)
-            elif missing and missing_since is not None and now - missing_since >= LOST_S:
+                logger.error("%s: waiting %g s for it to come back", _gone(missing), self._times.lost_s)
+            elif missing and missing_since is not None and now - missing_since >= self._times.lost_s:
                 # Calls about them would block, and then end this process. Actors end with their driver or raylet.
                 self._actors, self._group = {}, None
                 return f"{_gone(missing)}: restart Ray on this host (`ray status`), then medialane"
             elif not missing and missing_since is not None:
                 missing_since = None
                 logger.warning("Ray answers again")
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(self._times.check_s)
 
     async def resolve(self, name: str) -> Location | None:
         if name not in self._actors:
@@ -209,7 +219,7 @@ class RayCluster:
         finally:
             self.kill()
             if self._group is not None:
-                remove_placement_group(self._group)
+                self._ray.util.remove_placement_group(self._group)
             for run in self._runs.values():
                 run.cancel()
             await asyncio.gather(*self._runs.values(), return_exceptions=True)
@@ -217,12 +227,12 @@ class RayCluster:
 
     def kill(self) -> None:
         for actor in self._actors.values():
-            ray.kill(actor)
+            self._ray.kill(actor)
 
     def close(self) -> None:
         """Leave the cluster, and end it if it was started here. Idempotent."""
         if self._is_own:
-            ray.shutdown()
+            self._ray.shutdown()
 
     async def _stop(self, name: str, actor: Any) -> None:
         try:
@@ -236,7 +246,7 @@ class RayCluster:
         if self._runs[name].exception() is None:  # the process has ended, its actor has not
             previous = await self._incarnation(name)
             if name in self._actors:
-                ray.kill(self._actors[name], no_restart=False)
+                self._ray.kill(self._actors[name], no_restart=False)
         while name in self._actors and await self._incarnation(name) in {None, previous}:  # noqa: ASYNC110 - Ray's
             await asyncio.sleep(_POLL_S)
 
@@ -258,7 +268,7 @@ class RayCluster:
         if name not in self._actors:
             options = {"max_restarts": -1, "max_task_retries": 0, **self._placement(self._specs[name])}
             encoded = msgspec.json.encode(self._specs[name])
-            self._actors[name] = ray.remote(**options)(SupervisingActor).remote(__version__, encoded)
+            self._actors[name] = self._ray.remote(**options)(SupervisingActor).remote(__version__, encoded)
         self._runs[name] = asyncio.ensure_future(_result(self._actors[name].run.remote()))
 
     def _placement(self, spec: RemoteSpec) -> dict[str, object]:
@@ -274,7 +284,7 @@ class RayCluster:
             return f"it needs node {specs[0].node}"
         if not await _listens(self._services[_HEAD]):
             return _gone([_HEAD])
-        return shortage(specs, ray.nodes(), ray.available_resources())
+        return shortage(specs, self._ray.nodes(), self._ray.available_resources())
 
     async def _reserved(self, group: PlacementGroup, timeout_s: float) -> None:
         waiting = asyncio.ensure_future(_result(group.ready()))
@@ -294,39 +304,39 @@ class RayCluster:
 
     async def _reported(self, waiting: asyncio.Future[T], what: str, specs: Sequence[RemoteSpec]) -> T:
         """Wait, and log `what` is waited for, and what `specs` need, if that takes long, again and again."""
-        delay_s = _REPORT_S
+        delay_s = self._times.report_s
         while not (await asyncio.wait([waiting], timeout=delay_s))[0]:
             logger.warning("%s: %s", what, await self._shortage(specs))
-            delay_s = _REPORT_AGAIN_S
+            delay_s = self._times.report_again_s
         return waiting.result()
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, api: ModuleType, timeout_s: float) -> None:
     address = address or os.environ.get("RAY_ADDRESS", "")
-    _check_reachable(address)
+    _check_reachable(address, timeout_s)
     settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "include_dashboard": False}
     # Of a client's job; for others Ray's workers import from the driver's working directory first.
     settings["job_config"] = JobConfig(_client_job=True)
     try:
         try:
-            ray.init(address or "auto", **settings)
+            api.init(address or "auto", **settings)
         except ConnectionError:
             if address:
                 raise
-            ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, **settings)
+            api.init("local", object_store_memory=_OBJECT_STORE_BYTES, **settings)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         hint = f"; {_HINT}" if isinstance(error, ConnectionError) or "AuthToken" in str(error) else ""
         where = f" at {address}" if address else ""
         raise StartupFailed(f"cannot connect to Ray{where}: {_brief(error)}{hint}") from error
 
 
-def _check_reachable(address: str) -> None:
+def _check_reachable(address: str, timeout_s: float) -> None:
     """Raise StartupFailed if no process listens at HOST:PORT: Ray would try for a minute, and then abort."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         return  # auto, local: Ray's own words
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except (OSError, OverflowError) as error:
         why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
         raise StartupFailed(

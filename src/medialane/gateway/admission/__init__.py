@@ -2,7 +2,7 @@
 
 from medialane.gateway.admission.concurrency import Admission
 from medialane.gateway.admission.fair_order import QueuedRequest
-from medialane.gateway.admission.flow import Flow, Refusal
+from medialane.gateway.admission.flow import Flow
 from medialane.gateway.admission.queues import (
     AdmissionQueue,
     Arrival,
@@ -25,7 +25,6 @@ __all__ = [
     "QueueLimits",
     "QueuedRequest",
     "Queues",
-    "Refusal",
     "SharedCounts",
     "Tenant",
     "Tenants",

@@ -22,7 +22,7 @@ import heapq
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from medialane.gateway.admission.flow import Flow
 
@@ -50,12 +50,6 @@ class QueuedRequest:
     number: int = field(default_factory=_numbers.__next__)
 
 
-class _Waiting(Protocol):
-    def next(self, now: float) -> QueuedRequest: ...
-
-    def charge(self, request: QueuedRequest) -> None: ...
-
-
 class _Line:
     """Requests of one tenant, priority and kind."""
 
@@ -81,12 +75,9 @@ class _Line:
             return newest
         return self._by_deadline[0][2]
 
-    def charge(self, request: QueuedRequest) -> None:
-        """Who is served within a line is not charged."""
-
 
 _Key = TypeVar("_Key", str, bool)
-_Child = TypeVar("_Child", bound=_Waiting)
+_Child = TypeVar("_Child", "_Line", "_Tenant")
 
 
 class _Turns(Generic[_Key, _Child]):

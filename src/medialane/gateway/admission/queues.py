@@ -346,7 +346,7 @@ class Queues:
         else:
             message = "too many requests are waiting for this one to be served in time: the server is overloaded"
             error = QueueFull(message, retry_after_s=retry_after_s)
-        self._metrics.count_refused(flow.tenant, error.code)
+        self._metrics.refused_requests.labels(flow.tenant, error.code).inc()
         return error
 
     def _flow(self, scope: RequestScope, *, is_media: bool) -> Flow:
@@ -398,7 +398,7 @@ class Queues:
             with timeline.measure("admission") as step:
                 return await queue.admit(request)
         except (QueueFull, QueueTimeout) as error:
-            self._metrics.count_refused(request.flow.tenant, error.code)
+            self._metrics.refused_requests.labels(request.flow.tenant, error.code).inc()
             raise
         finally:
             timeline.add("admission", before_s + step.seconds)  # one with media may wait twice

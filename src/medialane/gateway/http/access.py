@@ -293,7 +293,7 @@ class AccessMiddleware:
         self._route_of = route_of
         self._metrics = metrics
         if keys.tenants is not None and metrics is not None:
-            keys.tenants.on_removed = metrics.forget_tenant
+            keys.tenants.on_removed = lambda name: metrics.refused_requests.remove_by_labels({"tenant": name})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -358,7 +358,7 @@ class AccessMiddleware:
 
     async def _refuse(self, tenant: Tenant, error: LimitExceeded, scope: Scope, send: Send) -> None:
         if self._metrics is not None:
-            self._metrics.count_refused(tenant.name, error.code)
+            self._metrics.refused_requests.labels(tenant.name, error.code).inc()
         if scope["type"] == "http":
             current_scope().fail(error)
         await send_error(responding(scope, send), error, error_form(scope))

@@ -62,10 +62,11 @@ def _worker_problems(workers: WorkerPool) -> Iterable[str]:
         if num := states[state]:
             verb, log = "is" if num == 1 else "are", " (see its log)" if state == "stalled" else ""
             yield f"{num} of {len(workers.links)} workers {verb} {state}{log}"
-    if num_unknown := sum(link.has_unknown_blocks for link in workers.links.values()):
+    reports = [link.client.reports for link in workers.links.values() if link.client is not None]
+    if num_unknown := sum(each.has_unknown_blocks for each in reports):
         what = "get requests without regard to their KV caches (see its log)"
         yield f"{num_unknown} of {len(workers.links)} workers {what}"
-    if num_restarting := sum(link.has_failing_tasks for link in workers.links.values()):
+    if num_restarting := sum(each.has_failing_tasks for each in reports):
         yield f"{num_restarting} of {len(workers.links)} workers had to restart background tasks (see its log)"
     if workers.num_failing:
         what = "refuse this gateway, are refused, or cannot be connected to (see its log)"

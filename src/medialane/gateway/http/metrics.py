@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from medialane.gateway.http.asgi import send_response
 from medialane.gateway.workers.pool import WorkerPool
-from medialane.observability.collectors import Memory
+from medialane.observability.collectors import Memory, up_metrics
 from medialane.observability.metrics import Metrics
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror
 from medialane.runtime.tasks import gather_or_cancel
@@ -91,7 +91,7 @@ class GatewayMetrics:
         self._up = {str(i): float(i == index) for i in range(len(sockets))}
         #: What other gateways may ask by `ask_others`, by the path before the query.
         self.answers: dict[str, Callable[[str], Awaitable[bytes]]] = {}
-        metrics.watch_gateways(lambda: self._up)
+        metrics.watch(lambda: up_metrics(self._up), of_host=True)
 
     def page(self) -> bytes:
         """Return the metrics of all gateways, as of the last `refresh`, and of the host."""
@@ -105,38 +105,18 @@ class GatewayMetrics:
                 await gather_or_cancel([self._refresh_own(), *others])
                 self._refreshed_at = self._clock()
 
-    async def _read(self, label: str, path: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
+    async def _read(self, label: str, socket: str) -> None:
         self._up[label] = 0.0
-        try:
-            async with (
-                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout) as session,
-                session.get(f"http://gateway{METRICS_PATH}", raise_for_status=True) as response,
-            ):
-                self._texts[label] = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            logger.debug("gateway %s does not respond: %r", label, error)
-        else:
-            self._up[label] = 1.0
+        if (text := await _answer(socket, "GET", METRICS_PATH, timeout_s=SCRAPE_TIMEOUT_S)) is not None:
+            self._texts[label], self._up[label] = text, 1.0
 
     async def ask_others(self, path: str) -> dict[str, bytes | None]:
         """Ask the other gateways for what is among their `answers`; None is from one that does not answer in time."""
-        answers = await gather_or_cancel([self._ask(socket, path) for socket in self._others.values()])
-        return dict(zip(self._others, answers, strict=True))
-
-    async def _ask(self, socket: str, path: str) -> bytes | None:
-        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
-        try:
-            async with (
-                aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket), timeout=timeout) as session,
-                session.post(f"http://gateway{ASK_PATH}", data=path.encode(), raise_for_status=True) as response,
-            ):
-                if (response.content_length or 0) > _MAX_ANSWER_BYTES:
-                    return None
-                return await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            logger.debug("a gateway does not answer: %r", error)
-            return None
+        asked = [
+            _answer(socket, "POST", ASK_PATH, path.encode(), timeout_s=ASK_TIMEOUT_S)
+            for socket in self._others.values()
+        ]
+        return dict(zip(self._others, await gather_or_cancel(asked), strict=True))
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[None]:
@@ -166,6 +146,20 @@ class GatewayMetrics:
     async def _answer_health(self, _request: web.Request) -> web.Response:
         status, body = self._health()
         return web.Response(status=status, body=body)
+
+
+async def _answer(socket: str, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> bytes | None:
+    """Return what another gateway answers; None if it does not in time, or if that is too long."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket), timeout=timeout) as session,
+            session.request(method, f"http://gateway{path}", data=body, raise_for_status=True) as response,
+        ):
+            return await response.read() if (response.content_length or 0) <= _MAX_ANSWER_BYTES else None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        logger.debug("the gateway at %s does not answer: %r", socket, error)
+        return None
 
 
 class _Labelled(Collector):

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from medialane.gateway.admission import Queues
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import MEDIA_PATH, given_key
@@ -37,7 +39,7 @@ from medialane.gateway.intake import (
     BoundedReceive,
     BudgetCharge,
     Buffer,
-    Intake,
+    ExtractedMedia,
     Message,
     Receive,
     extract,
@@ -54,7 +56,7 @@ from medialane.gateway.records import (
     log_end,
     request_report,
 )
-from medialane.gateway.request.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
+from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
@@ -147,8 +149,8 @@ class ScopeMiddleware:
         if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
             self._metrics.observe(request.timeline, record.ttft_ms)
         if request.error_code is not None:
-            self._metrics.count_error(request.error_code)
-        if self._recorder is not None and (body := request.extracted.body) is not None:
+            self._metrics.request_errors.labels(request.error_code).inc()
+        if self._recorder is not None and (body := request.extracted.body):
             content_type = _header(scope, b"content-type") or b""
             self._recorder.offer(Recordable(body, request.extracted.refs, request.references, content_type, record))
         if self._logs_requests:
@@ -287,21 +289,18 @@ class IntakeMiddleware:
         body.release()
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
-        request.extracted = ExtractedMedia(
-            tuple(map(request.owned, intake.refs)),
+        request.extracted = msgspec.structs.replace(
+            intake,
+            refs=tuple(map(request.owned, intake.refs)),
             text_bytes=len(intake.body),
-            wants_report=intake.report,
-            has_id=intake.has_id,
-            parse_error=intake.parse_error,
-            priority=intake.priority,
-            body=intake.body if self._keeps_bodies else None,
+            body=intake.body if self._keeps_bodies else b"",
         )
         request.record.received(intake.refs, model=intake.model, streams=intake.stream)
         if queues is not None:
             queues.received(request)
         return intake.body
 
-    def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:
+    def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:
         with request.timeline.measure("intake"):
             if is_multipart(content_type):
                 return extract_files(

@@ -35,7 +35,14 @@ from medialane.gateway.intake.bodies import (
     Receive,
     replay,
 )
-from medialane.gateway.intake.extraction import Intake, check_salt, extract, extract_files, form_fields, is_multipart
+from medialane.gateway.intake.extraction import (
+    ExtractedMedia,
+    check_salt,
+    extract,
+    extract_files,
+    form_fields,
+    is_multipart,
+)
 from medialane.gateway.intake.limits import warm_up
 from medialane.gateway.intake.sent_features import placeholder_field
 from medialane.gateway.intake.skeleton import Buffer
@@ -47,7 +54,7 @@ __all__ = [
     "BoundedReceive",
     "BudgetCharge",
     "Buffer",
-    "Intake",
+    "ExtractedMedia",
     "Message",
     "Receive",
     "check_salt",

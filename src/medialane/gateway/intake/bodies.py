@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 class BodyMemory:
     """The limit on the bytes of all requests together, and the buffers of their bodies: what is charged and what unused
     buffers have is at most `max_bytes`. The requests of one tenant have a share of that, and `least_share` bytes in
-    any case. One per event loop."""
+    any case. Buffers that are not used for `idle_s` are unmapped. One per event loop."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class BodyMemory:
         *,
         tenant_share: float = 1.0,
         least_share: int = 1,
+        idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_bytes = max_bytes
@@ -62,6 +63,7 @@ class BodyMemory:
         self._clock = clock
         #: The charges that are not 0.
         self.places = Places(clock=clock)
+        self._idle_s = idle_s
         self._idle_bytes = 0
         #: Unused buffers, by their length, with the time since when, oldest first.
         self._idle: dict[int, deque[tuple[mmap.mmap, float]]] = {}
@@ -115,13 +117,13 @@ class BodyMemory:
         self._idle_bytes += len(buffer)
         self._idle.setdefault(len(buffer), deque()).append((buffer, self._clock()))
         if self._trimming is None:
-            self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+            self._trimming = asyncio.get_running_loop().call_later(self._idle_s, self._trim)
 
     def _trim(self) -> None:
         self._trimming = None
-        self._unmap_idle(self._clock() - IDLE_S)
+        self._unmap_idle(self._clock() - self._idle_s)
         if self._idle:
-            self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+            self._trimming = asyncio.get_running_loop().call_later(self._idle_s, self._trim)
 
     def _unmap_idle(self, before: float) -> None:
         """Unmap the buffers that have not been used since `before`."""

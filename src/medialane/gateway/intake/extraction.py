@@ -52,18 +52,19 @@ _decode_bool = msgspec.json.Decoder(bool).decode
 _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 
 
-class Intake(msgspec.Struct, frozen=True):
-    """A body without its media. Reference n in `body` stands for `refs[n]`; all refs have the salt `cache_salt`.
+class ExtractedMedia(msgspec.Struct, frozen=True):
+    """The media of a body, and what is left of it. Reference n in `body` stands for `refs[n]`. A request keeps of the
+    body its size, unless it is recorded (None: intake has not read it).
 
-    `report` is whether the client requests a report on its media; `priority`, `model` and `stream` are vLLM's fields.
-    `has_id` is whether the client names the request by vLLM's `request_id`.
+    `wants_report` is whether the client requests a report on its media; `priority`, `model` and `stream` are vLLM's
+    fields. `has_id` is whether the client names the request by vLLM's `request_id`.
     `parse_error` is why the body could not be parsed for media, None if it was.
     """
 
-    body: bytes
     refs: tuple[MediaRef, ...] = ()
-    cache_salt: str | None = None
-    report: bool = False
+    body: bytes = b""
+    text_bytes: int | None = None
+    wants_report: bool = False
     parse_error: str | None = None
     priority: int = 0
     model: str | None = None
@@ -71,7 +72,7 @@ class Intake(msgspec.Struct, frozen=True):
     has_id: bool = False
 
     def __repr__(self) -> str:
-        return f"Intake({len(self.body)} bytes, {self.refs})"
+        return f"ExtractedMedia({len(self.body)} bytes, {self.refs})"
 
     @property
     def num_bytes(self) -> int:
@@ -86,7 +87,7 @@ def extract(
     *,
     references: References,
     size: int | None = None,
-) -> Intake:
+) -> ExtractedMedia:
     """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages), and
     write `references` instead.
 
@@ -113,7 +114,7 @@ def extract(
         features = sent_features(parsed, config)
         cache_salt, model = string_or_none(parsed.cache_salt), string_or_none(parsed.model)
     except UNREADABLE as error:
-        return Intake(apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
+        return ExtractedMedia((), apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
     _check_num_items(by_prompt, config)
     report = wants_report(parsed.medialane)
     refs: list[MediaRef] = []
@@ -136,11 +137,10 @@ def extract(
     if parsed.medialane is not ABSENT:
         edits.append((*_member_range(body, skeleton.locate(parsed.medialane)), b""))
     edited = apply_edits(skeleton.body, edits, limits.max_text_bytes)
-    return Intake(
-        edited,
+    return ExtractedMedia(
         tuple(refs),
-        cache_salt,
-        report,
+        edited,
+        wants_report=report,
         priority=priority_of(parsed.priority),
         model=model,
         stream=bytes(parsed.stream) == b"true",
@@ -229,7 +229,7 @@ def is_multipart(content_type: bytes | None) -> bool:
 
 def extract_files(
     body: Buffer, content_type: bytes, config: MediaConfig, limits: GatewayConfig, *, references: References, size: int
-) -> Intake:
+) -> ExtractedMedia:
     """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead.
 
     Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`, or no `cache_salt`
@@ -241,7 +241,7 @@ def extract_files(
     try:
         form = _Form(content_type, data)
     except FormParserError as error:
-        return Intake(edited([]), parse_error=str(error))
+        return ExtractedMedia((), edited([]), parse_error=str(error))
     files = form.files
     if len(files) > config.max_items:
         message = f"the request has {len(files)} files, more than {config.max_items}"
@@ -253,7 +253,8 @@ def extract_files(
     refs = tuple(_reference(file, data, salt, config) for file in files)
     report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
     model, stream = (form.fields.get(name, b"").decode("utf-8", "replace") for name in (b"model", b"stream"))
-    return Intake(edited(edits), refs, salt, report=report, model=model or None, stream=stream.lower() == "true")
+    is_streamed = stream.lower() == "true"
+    return ExtractedMedia(refs, edited(edits), wants_report=report, model=model or None, stream=is_streamed)
 
 
 def form_fields(body: bytes, content_type: bytes) -> list[tuple[str, str]]:

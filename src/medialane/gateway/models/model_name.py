@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,33 +40,16 @@ for _byte, _level in zip(b"{[}]", (1, 1, -1, -1), strict=True):
     _LEVELS[_byte] = _level
 
 
-class ModelSearch(Protocol):
-    """Reads a body in pieces. `name` is None until it is found; after `is_over`, it will not be."""
-
-    name: str | None
-    is_over: bool
-
-    def feed(self, piece: bytes) -> None: ...
-
-
-def search_of(content_type: bytes) -> ModelSearch:
-    """Return the search in a body of this type; what is no form is read as JSON, as vLLM's endpoints do."""
+def search_of(content_type: bytes) -> ModelSearch | None:
+    """Return the search in a body of this type; what is no form is read as JSON, as vLLM's endpoints do. None for a
+    form that has no name."""
     if not content_type.lower().startswith(b"multipart/"):
         return JsonSearch()
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     try:
-        return NoSearch() if boundary is None else FormSearch(boundary)
+        return None if boundary is None else FormSearch(boundary)
     except FormParserError:  # too long
-        return NoSearch()
-
-
-class NoSearch:
-    """For a body that has no name."""
-
-    name: str | None = None
-    is_over = True
-
-    def feed(self, piece: bytes) -> None: ...
+        return None
 
 
 class JsonSearch:
@@ -251,3 +234,7 @@ class FormSearch:
 
     def _finish(self) -> None:
         self.is_over = True
+
+
+#: Reads a body in pieces. `name` is None until it is found; after `is_over`, it will not be.
+ModelSearch = JsonSearch | FormSearch

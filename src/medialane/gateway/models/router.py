@@ -103,8 +103,10 @@ class Exchange:
         declared = self.header(b"content-length")
         if declared.isdigit() and int(declared) > limit:
             raise BodyTooLarge(f"the request body has {int(declared)} bytes, more than {limit}")
+        if (search := search_of(self.header(b"content-type"))) is None:
+            return None
         self._body = self._open_body(memory, config, limit)
-        return await self._body.find(search_of(self.header(b"content-type")))
+        return await self._body.find(search)
 
     async def forward(self, model: Model, memory: BodyMemory, config: GatewayConfig, *, named: bool = False) -> None:
         """Pass the request on, and the answer back, in pieces as they come. Ends with the client's connection. Raises

@@ -4,18 +4,16 @@
 """
 
 from medialane.gateway.operators.endpoints import OperatorEndpoints, RequestList
-from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, own_part
-from medialane.gateway.operators.state import HostView, ServerState, StoreView, whole_state, worker_host
+from medialane.gateway.operators.part import GatewayView, Limits, RequestSums, own_part
+from medialane.gateway.operators.state import ServerState, whole_state, worker_host
 
 __all__ = [
-    "GatewayPart",
     "GatewayView",
-    "HostView",
     "Limits",
     "OperatorEndpoints",
     "RequestList",
+    "RequestSums",
     "ServerState",
-    "StoreView",
     "own_part",
     "whole_state",
     "worker_host",

@@ -152,7 +152,7 @@ class OperatorEndpoints:
         """What other gateways ask by `AskOthers`."""
         return dict.fromkeys(("part", "requests", "request"), self._answer)
 
-    def decisions(self, query: Mapping[str, str]) -> bytes:
+    async def decisions(self, query: Mapping[str, str]) -> bytes:
         """Return the last routing decisions with their reasons as JSON, as many as the query wants, with a hash of each
         id: who may ask for decisions need not be the one to see what clients have named their requests. Raises
         InvalidRequest."""

@@ -20,6 +20,7 @@ from medialane.gateway.records import (
     RequestFilter,
     RequestRecord,
     RequestView,
+    Sums,
     Waits,
     request_view,
     routing_report,
@@ -37,7 +38,7 @@ _PIECES = 200
 _MAX_TENANTS = 8
 
 
-class RequestGroup(msgspec.Struct):
+class RequestGroup(Sums):
     """Requests that have something in common: a worker, a tenant, the origin of an item. `waits` are what they waited
     for it, `oldest_ms` is the longest wait that has not ended, `prepare_s` what decoding and processing the new items
     took. `tenants` are some of those with items of an origin."""
@@ -54,17 +55,6 @@ class RequestGroup(msgspec.Struct):
 
     def waiting(self, ms: float) -> None:
         self.oldest_ms = max(self.oldest_ms, ms)
-
-    def add(self, other: RequestGroup) -> None:
-        self.requests += other.requests
-        self.failed += other.failed
-        self.live += other.live
-        self.items += other.items
-        self.new += other.new
-        self.oldest_ms = max(self.oldest_ms, other.oldest_ms)
-        self.prepare_s += other.prepare_s
-        self.tenants |= other.tenants
-        self.waits.add(other.waits)
 
     def of_tenant(self, name: str | None) -> None:
         if name is not None and len(self.tenants) < _MAX_TENANTS:
@@ -84,16 +74,11 @@ class GatewayView(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-class StageView(msgspec.Struct):
-    """Requests that run, by what they wait for."""
+class StageSums(Sums):
+    """Requests that run, and wait for the same."""
 
-    stage: str
     num: int = 0
     oldest_ms: float = 0.0
-
-    def add(self, num: int, oldest_ms: float) -> None:
-        self.num += num
-        self.oldest_ms = max(self.oldest_ms, oldest_ms)
 
 
 class ErrorGroup(msgspec.Struct, frozen=True):
@@ -121,26 +106,88 @@ class Limits(NamedTuple):
     decisions: int = 20
 
 
+class RequestSums(Sums):
+    """What the requests of a gateway, or of several, add up to."""
+
+    stages: dict[str, StageSums] = msgspec.field(default_factory=dict)
+    items: dict[str, int] = msgspec.field(default_factory=dict)
+    embeddings: dict[str, int] = msgspec.field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    by_worker: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
+    by_tenant: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
+    by_origin: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
+    steps: dict[int, RateStep] = msgspec.field(default_factory=dict)
+
+    def add_live(self, record: RequestRecord) -> None:
+        stage = record.stage or "answer"
+        self.stages[stage] = self.stages.get(stage, StageSums()) + StageSums(1, round(record.stage_ms, 1))
+        if record.worker is not None and (group := _group(self.by_worker, record.worker)) is not None:
+            group.live += 1
+            if record.timeline.current == "prefill":
+                group.waiting(record.stage_ms)
+        if record.tenant is not None and (group := _group(self.by_tenant, record.tenant)) is not None:
+            group.live += 1
+            if record.first_token_at is None:
+                group.waiting(record.total_ms)
+        for item in record.items.values():
+            if item.live is not None and (group := _group(self.by_origin, item.origin)) is not None:
+                group.live += 1
+                group.of_tenant(record.tenant)
+                group.waiting(item.live.current_ms)
+
+    def add_ended(self, record: RequestRecord) -> None:
+        self.prompt_tokens += record.prompt_tokens or 0
+        self.cached_tokens += record.cached_tokens or 0
+        self._add_attempts(record)
+        for item in record.items.values():
+            self._add_item(item, record)
+        if record.tenant is not None and (group := _group(self.by_tenant, record.tenant)) is not None:
+            group.requests += 1
+            group.failed += record.is_failed
+            group.items += record.num_items
+            new = [item.timeline.seconds for item in record.items.values() if item.outcome == "new"]
+            group.new += len(new)
+            group.prepare_s += sum(seconds.get("decode", 0.0) + seconds.get("process", 0.0) for seconds in new)
+            if (ttft_ms := record.ttft_ms) is not None:
+                group.waits.count(ttft_ms)
+
+    def _add_attempts(self, record: RequestRecord) -> None:
+        for attempt in record.attempts:
+            if (group := _group(self.by_worker, attempt.worker)) is not None:
+                group.requests += 1
+                group.failed += bool(attempt.error)
+        if record.first_token_ms is not None and (group := _group(self.by_worker, record.worker or "")) is not None:
+            group.waits.count(record.first_token_ms)
+
+    def _add_item(self, item: ItemRecord, record: RequestRecord) -> None:
+        if item.outcome is not None:
+            self.items[item.outcome] = self.items.get(item.outcome, 0) + 1
+        if item.embedding is not None:
+            self.embeddings[item.embedding] = self.embeddings.get(item.embedding, 0) + 1
+        if (group := _group(self.by_origin, item.origin)) is None:
+            return
+        group.items += 1
+        group.requests += 1
+        group.new += item.outcome == "new"
+        group.failed += record.is_failed and item.outcome is None
+        group.of_tenant(record.tenant)
+        if item.outcome != "hit" and (seconds := item.timeline.seconds.get("fetch")) is not None:
+            group.waits.count(seconds * 1000)
+
+
 class GatewayPart(msgspec.Struct):
     gateway: GatewayView
-    stages: dict[str, StageView]
+    sums: RequestSums
     live: list[RequestView]
-    steps: list[RateStep]
-    items: dict[str, int]
-    embeddings: dict[str, int]
-    prompt_tokens: int
-    cached_tokens: int
     workers: dict[str, WorkerPart]
-    by_worker: dict[str, RequestGroup]
-    by_tenant: dict[str, RequestGroup]
-    by_origin: dict[str, RequestGroup]
     errors: dict[str, ErrorGroup]
     decisions: list[dict[str, object]]
 
 
 async def own_part(gateway: GatewayView, recent: RecentRequests, workers: WorkerPool, limits: Limits) -> GatewayPart:
     """Return the part of this gateway. A thousand requests take 10 ms: in between, the event loop goes on."""
-    sums = _Sums()
+    sums = RequestSums()
     live = recent.live
     for number, record in enumerate(live, 1):
         sums.add_live(record)
@@ -149,24 +196,16 @@ async def own_part(gateway: GatewayView, recent: RecentRequests, workers: Worker
         sums.add_ended(record)
         await let_others_run(number)
     await asyncio.sleep(0)
-    steps = recent.rates.steps()
+    sums.steps = recent.rates.steps()
     return GatewayPart(
-        gateway=msgspec.structs.replace(gateway, live=len(live)),
-        stages=sums.stages,
+        msgspec.structs.replace(gateway, live=len(live)),
+        sums,
         live=[request_view(record, gateway.index) for record in live[: limits.live]],
-        steps=steps,
-        items=dict(sums.items),
-        embeddings=dict(sums.embeddings),
-        prompt_tokens=sums.prompt_tokens,
-        cached_tokens=sums.cached_tokens,
         workers={
             link.name: WorkerPart(link.state, sum(endpoint.num_in_flight for endpoint in link.endpoints()[:1]))
             for link in workers.links.values()
         },
-        by_worker=sums.workers,
-        by_tenant=sums.tenants,
-        by_origin=sums.origins,
-        errors=_errors(steps, recent.errors()),
+        errors=_errors(sums.steps.values(), recent.errors()),
         decisions=newest_decisions(recent, gateway.index, limits.decisions),
     )
 
@@ -190,73 +229,6 @@ def _decisions(recent: RecentRequests, gateway: str) -> Iterator[dict[str, objec
                     **msgspec.structs.asdict(routing_report(decision, attempt.engine_cached_tokens)),
                     "first_token_ms": attempt.first_token_ms,
                 }
-
-
-class _Sums:
-    def __init__(self) -> None:
-        self.stages: dict[str, StageView] = {}
-        self.items: Counter[str] = Counter()
-        self.embeddings: Counter[str] = Counter()
-        self.prompt_tokens = self.cached_tokens = 0
-        self.workers: dict[str, RequestGroup] = {}
-        self.tenants: dict[str, RequestGroup] = {}
-        self.origins: dict[str, RequestGroup] = {}
-
-    def add_live(self, record: RequestRecord) -> None:
-        stage = record.stage or "answer"
-        self.stages.setdefault(stage, StageView(stage)).add(1, round(record.stage_ms, 1))
-        if record.worker is not None and (group := _group(self.workers, record.worker)) is not None:
-            group.live += 1
-            if record.timeline.current == "prefill":
-                group.waiting(record.stage_ms)
-        if record.tenant is not None and (group := _group(self.tenants, record.tenant)) is not None:
-            group.live += 1
-            if record.first_token_at is None:
-                group.waiting(record.total_ms)
-        for item in record.items.values():
-            if item.live is not None and (group := _group(self.origins, item.origin)) is not None:
-                group.live += 1
-                group.of_tenant(record.tenant)
-                group.waiting(item.live.current_ms)
-
-    def add_ended(self, record: RequestRecord) -> None:
-        self.prompt_tokens += record.prompt_tokens or 0
-        self.cached_tokens += record.cached_tokens or 0
-        self._add_attempts(record)
-        for item in record.items.values():
-            self._add_item(item, record)
-        if record.tenant is not None and (group := _group(self.tenants, record.tenant)) is not None:
-            group.requests += 1
-            group.failed += record.is_failed
-            group.items += record.num_items
-            new = [item.timeline.seconds for item in record.items.values() if item.outcome == "new"]
-            group.new += len(new)
-            group.prepare_s += sum(seconds.get("decode", 0.0) + seconds.get("process", 0.0) for seconds in new)
-            if (ttft_ms := record.ttft_ms) is not None:
-                group.waits.count(ttft_ms)
-
-    def _add_attempts(self, record: RequestRecord) -> None:
-        for attempt in record.attempts:
-            if (group := _group(self.workers, attempt.worker)) is not None:
-                group.requests += 1
-                group.failed += bool(attempt.error)
-        if record.first_token_ms is not None and (group := _group(self.workers, record.worker or "")) is not None:
-            group.waits.count(record.first_token_ms)
-
-    def _add_item(self, item: ItemRecord, record: RequestRecord) -> None:
-        if item.outcome is not None:
-            self.items[item.outcome] += 1
-        if item.embedding is not None:
-            self.embeddings[item.embedding] += 1
-        if (group := _group(self.origins, item.origin)) is None:
-            return
-        group.items += 1
-        group.requests += 1
-        group.new += item.outcome == "new"
-        group.failed += record.is_failed and item.outcome is None
-        group.of_tenant(record.tenant)
-        if item.outcome != "hit" and (seconds := item.timeline.seconds.get("fetch")) is not None:
-            group.waits.count(seconds * 1000)
 
 
 async def let_others_run(number: int) -> None:

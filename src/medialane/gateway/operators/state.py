@@ -6,10 +6,12 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
+from msgspec import field
 
 import medialane
 from medialane.gateway.operators.part import (
@@ -19,7 +21,7 @@ from medialane.gateway.operators.part import (
     GatewayView,
     Limits,
     RequestGroup,
-    StageView,
+    RequestSums,
     let_others_run,
 )
 from medialane.gateway.records import RequestView, Series, series
@@ -51,29 +53,35 @@ class HostView(msgspec.Struct, frozen=True):
 
 
 class StoreArenaView(msgspec.Struct, frozen=True):
+    """Of `ArenaStats`, but for `kinds`, its bytes by kind of entry."""
+
     size_bytes: int
     free_bytes: int
-    held_bytes: int
+    pinned_bytes: int = field(name="held_bytes")
     writing_bytes: int
-    entries: int
-    evictions: int
-    kinds: dict[str, int]
+    num_entries: int = field(name="entries")
+    num_evictions: int = field(name="evictions")
+    kinds: dict[str, int] = {}
 
 
 class PreparersView(msgspec.Struct, frozen=True):
-    num: int
-    alive: int
-    busy: int
-    queued: int
+    """Of `PoolStats`."""
+
+    num_preparers: int = field(name="num")
+    num_alive: int = field(name="alive")
+    num_busy: int = field(name="busy")
+    num_queued: int = field(name="queued")
     queue_s: float
-    restarts: int
-    done: int
-    failed: int
+    num_restarts: int = field(name="restarts")
+    num_done: int = field(name="done")
+    num_failed: int = field(name="failed")
 
 
 class KeptView(msgspec.Struct, frozen=True):
-    leases: int
-    bytes: int
+    """Of `MediaLeaseStats`."""
+
+    num_leases: int = field(name="leases")
+    num_bytes: int = field(name="bytes")
     max_bytes: int
 
 
@@ -131,6 +139,14 @@ class CachesView(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class StageView(msgspec.Struct, frozen=True):
+    """Requests that run, by what they wait for."""
+
+    stage: str
+    num: int
+    oldest_ms: float
+
+
 class LiveView(msgspec.Struct, frozen=True):
     num: int
     stages: list[StageView]
@@ -185,11 +201,13 @@ async def whole_state(
     has and how many fit, `store` is the one of its host."""
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
-    by_worker = _sum_groups(part.by_worker for part in known)
-    await asyncio.sleep(0)
+    sums = RequestSums()
+    for part in known:
+        sums += part.sums
+        await asyncio.sleep(0)
     views = []
     for number, endpoint in enumerate(endpoints, 1):
-        views.append(_worker(endpoint, encoder_caches, known, by_worker.get(endpoint.worker_id, RequestGroup())))
+        views.append(_worker(endpoint, encoder_caches, known, sums.by_worker.get(endpoint.worker_id, RequestGroup())))
         await let_others_run(number)
     await asyncio.sleep(0)
     return ServerState(
@@ -205,16 +223,20 @@ async def whole_state(
         workers=_workers([view for view in views if view.role == "worker"], limits.workers),
         encoders=_workers([view for view in views if view.role == "encoder"], limits.workers),
         caches=CachesView(
-            {"hit": 0, "shared": 0, "new": 0, "sent": 0} | _sum(part.items for part in known),
-            {"unneeded": 0, "loaded": 0, "encoded": 0, "unkept": 0} | _sum(part.embeddings for part in known),
-            sum(part.prompt_tokens for part in known),
-            sum(part.cached_tokens for part in known),
+            {"hit": 0, "shared": 0, "new": 0, "sent": 0} | sums.items,
+            {"unneeded": 0, "loaded": 0, "encoded": 0, "unkept": 0} | sums.embeddings,
+            sums.prompt_tokens,
+            sums.cached_tokens,
         ),
-        live=_live(known, limits.live),
-        rates=series((step for part in known for step in part.steps), now),
+        live=LiveView(
+            sum(part.gateway.live or 0 for part in known),
+            [StageView(name, at.num, at.oldest_ms) for name in STAGES if (at := sums.stages.get(name)) is not None],
+            sorted((view for part in known for view in part.live), key=attrgetter("received_at"))[: limits.live],
+        ),
+        rates=series(sums.steps, now),
         errors=_errors(known),
-        tenants=_groups(part.by_tenant for part in known),
-        origins=_groups(part.by_origin for part in known),
+        tenants=_groups(sums.by_tenant),
+        origins=_groups(sums.by_origin),
         decisions=sorted((each for part in known for each in part.decisions), key=_time, reverse=True)[
             : limits.decisions
         ],
@@ -227,7 +249,7 @@ def store_view(store: StoreLink) -> StoreView:
     if status is None:
         return StoreView("lost", store.problem)
     stats = status.stats
-    arena, pool, leases = stats.arena, stats.preparers, stats.leases
+    arena = stats.arena
     kinds = {
         "encoded": arena.encoded_bytes,
         "decoded": arena.decoded_bytes,
@@ -237,26 +259,9 @@ def store_view(store: StoreLink) -> StoreView:
     return StoreView(
         "ready" if status.has_started else "starting",
         status.problem,
-        StoreArenaView(
-            arena.size_bytes,
-            arena.free_bytes,
-            arena.pinned_bytes,
-            arena.writing_bytes,
-            arena.num_entries,
-            arena.num_evictions,
-            kinds,
-        ),
-        PreparersView(
-            pool.num_preparers,
-            pool.num_alive,
-            pool.num_busy,
-            pool.num_queued,
-            round(pool.queue_s, 3),
-            pool.num_restarts,
-            pool.num_done,
-            pool.num_failed,
-        ),
-        KeptView(leases.num_leases, leases.num_bytes, leases.max_bytes),
+        msgspec.structs.replace(msgspec.convert(arena, StoreArenaView, from_attributes=True), kinds=kinds),
+        msgspec.convert(stats.preparers, PreparersView, from_attributes=True),
+        msgspec.convert(stats.leases, KeptView, from_attributes=True),
         stats.pulls.num_bytes,
         {str(kind): size for kind, size in stats.memory.items()},
     )
@@ -334,16 +339,6 @@ def _host(name: str, views: Sequence[WorkerView]) -> HostView:
     return HostView(name, is_own, len(workers), num_ready, len(views) - len(workers), " or ".join(sorted(stores)))
 
 
-def _live(parts: Sequence[GatewayPart], limit: int) -> LiveView:
-    stages: dict[str, StageView] = {}
-    for part in parts:
-        for name, each in part.stages.items():
-            stages.setdefault(name, StageView(name)).add(each.num, each.oldest_ms)
-    listed = sorted((view for part in parts for view in part.live), key=lambda view: view.received_at)
-    num = sum(part.gateway.live or 0 for part in parts)
-    return LiveView(num, [stages[name] for name in STAGES if name in stages], listed[:limit])
-
-
 def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
     """Return the errors by code, the most frequent first, each with its last request."""
     groups: dict[str, ErrorGroup] = {}
@@ -356,9 +351,8 @@ def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
     return sorted(groups.values(), key=lambda group: -group.num)
 
 
-def _groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> list[GroupView]:
-    summed = _sum_groups(of_parts)
-    first = sorted(summed.items(), key=lambda each: (-(each[1].requests + each[1].new), -each[1].live, each[0]))
+def _groups(groups: Mapping[str, RequestGroup]) -> list[GroupView]:
+    first = sorted(groups.items(), key=lambda each: (-(each[1].requests + each[1].new), -each[1].live, each[0]))
     return [
         GroupView(
             name,
@@ -375,21 +369,6 @@ def _groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> list[GroupView]:
         )
         for name, group in first[:MAX_GROUPS]
     ]
-
-
-def _sum_groups(of_parts: Iterable[Mapping[str, RequestGroup]]) -> dict[str, RequestGroup]:
-    summed: dict[str, RequestGroup] = {}
-    for groups in of_parts:
-        for name, group in groups.items():
-            summed.setdefault(name, RequestGroup()).add(group)
-    return summed
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    summed: Counter[str] = Counter()
-    for each in counts:
-        summed.update(each)
-    return dict(summed)
 
 
 def _time(decision: Mapping[str, object]) -> float:

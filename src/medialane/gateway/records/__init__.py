@@ -11,6 +11,7 @@ from medialane.gateway.records.recent import (
     RequestFilter,
     RequestRates,
     Series,
+    Sums,
     Waits,
     series,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "RequestTracing",
     "RequestView",
     "Series",
+    "Sums",
     "Waits",
     "embedding_outcome",
     "log_end",

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
+from typing import Any, Self
 
 import msgspec
 
@@ -139,22 +140,36 @@ NUM_STEPS = 180
 BOUNDS_MS = tuple(float(1 << n) for n in range(1, 18))
 
 
-class Waits(msgspec.Struct):
+class Sums(msgspec.Struct):
+    """What adds up field by field: numbers, of `oldest_ms` the longest; lists by place, one of them may be empty; dicts
+    by key; sets."""
+
+    def __add__(self, other: Self) -> Self:
+        fields = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return type(self)(**{name: max(a, b) if name == "oldest_ms" else _sum(a, b) for name, a, b in fields})
+
+
+def _sum(one: Any, other: Any) -> Any:
+    match one:
+        case int() | float() | Sums():
+            return one + other
+        case dict():
+            return one | {key: _sum(one[key], each) if key in one else each for key, each in other.items()}
+        case list():
+            return [a + b for a, b in zip(one, other, strict=True)] if one and other else one or other
+        case _:
+            return one | other
+
+
+class Waits(Sums):
     """How often each bucket was waited for; empty if never."""
 
-    counts: list[int] = []
+    counts: list[int] = msgspec.field(default_factory=list)
 
     def count(self, ms: float) -> None:
         if not self.counts:
             self.counts = [0] * (len(BOUNDS_MS) + 1)
         self.counts[bisect_left(BOUNDS_MS, ms)] += 1
-
-    def add(self, other: Waits) -> None:
-        self.counts = (
-            [a + b for a, b in zip(self.counts, other.counts, strict=True)]
-            if self.counts and other.counts
-            else list(self.counts or other.counts)
-        )
 
     def percentile_ms(self, share: float) -> float | None:
         """Return the time that this share of them did not exceed, interpolated within its bucket; None if there are
@@ -169,11 +184,10 @@ class Waits(msgspec.Struct):
         return None
 
 
-class RateStep(msgspec.Struct):
-    """The requests that ended in one step. `number` counts steps since the epoch. `items` are media items:
-    `items_cached` were cached, `items_shared` made once for several requests. `codes` counts failed ones by code."""
+class RateStep(Sums):
+    """The requests that ended in one step. `items` are media items: `items_cached` were cached, `items_shared` made
+    once for several requests. `codes` counts failed ones by code."""
 
-    number: int
     requests: int = 0
     failed: int = 0
     items: int = 0
@@ -184,19 +198,14 @@ class RateStep(msgspec.Struct):
     generated_tokens: int = 0
     media_bytes: int = 0
     ttft: Waits = msgspec.field(default_factory=Waits)
-    codes: dict[str, int] = {}
-
-    def add(self, other: RateStep) -> None:
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.ttft.add(other.ttft)
+    codes: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-_SUMS = tuple(name for name in RateStep.__struct_fields__ if name not in {"number", "ttft", "codes"})
+_NUMBERS = tuple(name for name in RateStep.__struct_fields__ if name not in {"ttft", "codes"})
 
 
 class RequestRates:
-    """The steps of one gateway; a step without requests does not exist."""
+    """The steps of one gateway, by their numbers since the epoch; a step without requests does not exist."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -220,17 +229,17 @@ class RequestRates:
         if record.error is not None:
             step.codes[record.error.code] = step.codes.get(record.error.code, 0) + 1
 
-    def steps(self) -> list[RateStep]:
+    def steps(self) -> dict[int, RateStep]:
         """Return the steps of the last quarter of an hour that have requests, the oldest first."""
         self._forget(int(self._clock()) // STEP_S)
-        return list(self._steps.values())
+        return dict(self._steps)
 
     def _current(self) -> RateStep:
         number = int(self._clock()) // STEP_S
         step = self._steps.get(number)
         if step is None:
             self._forget(number)
-            step = self._steps[number] = RateStep(number)
+            step = self._steps[number] = RateStep()
         return step
 
     def _forget(self, number: int) -> None:
@@ -247,17 +256,13 @@ class Series(msgspec.Struct, frozen=True):
     values: dict[str, list[float | None]]
 
 
-def series(steps: Iterable[RateStep], now: float) -> Series:
-    """Add up the steps of several gateways."""
+def series(steps: Mapping[int, RateStep], now: float) -> Series:
+    """Return the rates of the last quarter of an hour, of the steps of all gateways."""
     last = int(now) // STEP_S
     first = last - NUM_STEPS + 1
-    summed: dict[int, RateStep] = {}
-    for step in steps:
-        if first <= step.number <= last:
-            summed.setdefault(step.number, RateStep(step.number)).add(step)
-    none = RateStep(0)
-    in_order = [summed.get(number, none) for number in range(first, last + 1)]
-    values: dict[str, list[float | None]] = {name: [getattr(step, name) for step in in_order] for name in _SUMS}
+    none = RateStep()
+    in_order = [steps.get(number, none) for number in range(first, last + 1)]
+    values: dict[str, list[float | None]] = {name: [getattr(step, name) for step in in_order] for name in _NUMBERS}
     for name, share in (("ttft_p50_ms", 0.5), ("ttft_p95_ms", 0.95)):
         values[name] = [step.ttft.percentile_ms(share) for step in in_order]
     return Series(first * STEP_S, STEP_S, values)

@@ -39,7 +39,7 @@ from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.intake.references import References
 from medialane.gateway.records.record import RequestRecord
 from medialane.gateway.records.redaction import MediaStandIn, Redaction, with_media, without_secrets
-from medialane.gateway.records.view import RequestView, request_view
+from medialane.gateway.records.view import request_view
 from medialane.types.errors import StartupFailed
 from medialane.types.media import MediaRef, MediaSize
 
@@ -221,10 +221,10 @@ class RecordedItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the gateway has observed: `at` is when the request arrived, in seconds since the epoch. `redacted` is what
-    was replaced in the body, `media` whether that has the media themselves."""
+    """What the gateway has observed, as operators see it: `received_at` is in seconds since the epoch. `redacted` is
+    what was replaced in the body, `media` whether that has the media themselves."""
 
-    at: float
+    received_at: float = msgspec.field(name="at")
     status: int | None = None
     tenant: str | None = None
     total_ms: float | None = None
@@ -332,24 +332,14 @@ class RecordedBody:
         if tenant is not None and config.redacts_tenants:
             tenant = self._redaction.name(tenant)
         body = with_media(body, self._recorded)
-        observed = self._observed(request_view(record), tenant)
+        observed = msgspec.structs.replace(
+            msgspec.convert(request_view(record), Observed, from_attributes=True),
+            tenant=tenant,
+            media=config.media,
+            redacted=config.redact,
+        )
         line = RecordedLine(custom_id=record.id, url=record.path, body=body, medialane=observed)
         return msgspec.json.encode(line) + b"\n"
-
-    def _observed(self, view: RequestView, tenant: str | None) -> Observed:
-        return Observed(
-            view.received_at,
-            view.status,
-            tenant,
-            view.total_ms,
-            view.ttft_ms,
-            view.prompt_tokens,
-            view.cached_tokens,
-            view.generated_tokens,
-            msgspec.convert(view.items, tuple[RecordedItem, ...], from_attributes=True),
-            self._config.media,
-            self._config.redact,
-        )
 
     def _is_reference(self, text: str) -> bool:
         return self._request.references.number(text) is not None

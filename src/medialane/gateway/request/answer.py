@@ -7,7 +7,7 @@ import msgspec
 from medialane.types.request import CompletionDelta, OutputDelta
 
 
-class Choice:
+class DeliveredChoice:
     """One of the completions: the tokens that were delivered, and their log probability."""
 
     __slots__ = ("cumulative_logprob", "index", "is_finished", "token_ids")
@@ -24,11 +24,11 @@ class Choice:
         self.is_finished = completion.finish_reason is not None
 
 
-class Answer:
+class DeliveredAnswer:
     """The record of one answer. `add` costs each delta of every stream, so it does no more than it must."""
 
     def __init__(self) -> None:
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, DeliveredChoice] = {}
         self._first: OutputDelta | None = None
 
     def add(self, delta: OutputDelta) -> None:
@@ -38,12 +38,12 @@ class Answer:
         for completion in delta.completions:
             choice = self._choices.get(completion.index)
             if choice is None:
-                choice = self._choices[completion.index] = Choice(completion.index)
+                choice = self._choices[completion.index] = DeliveredChoice(completion.index)
             choice.add(completion)
 
-    def unfinished(self, num_choices: int) -> list[Choice]:
+    def unfinished(self, num_choices: int) -> list[DeliveredChoice]:
         """Return the choices that are not complete, also those of which nothing was delivered."""
-        choices = [self._choices.get(index) or Choice(index) for index in range(num_choices)]
+        choices = [self._choices.get(index) or DeliveredChoice(index) for index in range(num_choices)]
         return [choice for choice in choices if not choice.is_finished]
 
     def continued(self, delta: OutputDelta, *, is_last: bool) -> OutputDelta:

@@ -37,11 +37,10 @@ class Item(NamedTuple):
 
 
 class KnownPrompt(NamedTuple):
-    """The known start of the expanded prompt, the items in it, and whether it is the whole prompt."""
+    """The known start of the expanded prompt, and the items in it."""
 
     token_ids: list[int]
     media: tuple[MediaSpan, ...]
-    is_whole: bool
 
 
 class Expansions:
@@ -76,14 +75,14 @@ class Expansions:
             ids += source[done:start]
             expansion = self._expansions.get(item.mm_hash)
             if expansion is None:
-                return KnownPrompt(ids, tuple(spans), is_whole=False)
+                return KnownPrompt(ids, tuple(spans))
             spans.append(MediaSpan(item.mm_hash, len(ids), len(expansion), item.modality, len(expansion)))
             ids += expansion
             done = end
         if len(spans) < len(items):  # an unknown placeholder: it may be anywhere
-            return KnownPrompt([], (), is_whole=False)
+            return KnownPrompt([], ())
         ids += source[done:]
-        return KnownPrompt(ids, tuple(spans), is_whole=True)
+        return KnownPrompt(ids, tuple(spans))
 
     def _places(self, source: Sequence[int], items: Sequence[Item]) -> list[tuple[int, int, Item]]:
         """Return (start, end, item) of the items' placeholders in the source, in prompt order."""

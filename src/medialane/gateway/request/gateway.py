@@ -53,7 +53,6 @@ from medialane.types.feature import (
 )
 from medialane.types.hashing import merged_options
 from medialane.types.media import MediaRef, audio_io
-from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.types.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
 from medialane.types.stats import WaitStats
 
@@ -119,6 +118,7 @@ class Gateway:
             encoder_ms_per_token=router.config.encoder_ms_per_token,
             stage_for=self._stage_for,
         )
+        self.generate = self._runner.generate
 
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
@@ -264,7 +264,7 @@ class Gateway:
     @property
     def _encoder(self) -> str:
         """The digest of the encoder whose embeddings replace tensors; empty if none do."""
-        return self.routes.encoder if self._transports.carry_embeddings else ""
+        return self._workers.encoder if self._transports.carry_embeddings else ""
 
     async def _hashed(
         self,
@@ -299,7 +299,7 @@ class Gateway:
             if self._config.stage != "auto" or stage.instead is None:
                 raise
             logger.warning("a request is sent in stage %s, not %s: %s", stage.instead, stage.name, error.message)
-            self._metrics.count_fallback(stage.name, error.code)
+            self._metrics.transfer_fallbacks.labels(stage.name, error.code).inc()
             _check_options(prompt)
             return await self._prepared(prompt, STAGES[stage.instead], media, scope)
 
@@ -349,12 +349,6 @@ class Gateway:
         items = await RequestMedia(resolved, self._features, scope, self._assembly).in_stage("decoded")
         images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
         return b'{"images":[%b]}' % b",".join(images)
-
-    def generate(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
-    ) -> AsyncGenerator[OutputDelta, None]:
-        """See `RequestRunner.generate`."""
-        return self._runner.generate(request, prepared, continuable)
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -14,13 +14,14 @@ from medialane.gateway.request.expansions import Expansions, Item
 from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
+from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
-from medialane.routing import AnnouncedReservation, RoutedRequest, Router, RoutingRequest
+from medialane.routing import RoutedRequest, Router, RoutingRequest
 from medialane.types.block_hash import prompt_block_ids, token_array
 from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
-from medialane.types.kv_events import BlockIds, KvChange
-from medialane.types.request import EngineRequest, OutputDelta, WorkerLoad, WorkerState
-from medialane.types.stats import PendingWork, RoutingStats, WaitStats
+from medialane.types.kv_events import BlockIds
+from medialane.types.request import EngineRequest, OutputDelta
+from medialane.types.stats import RoutingStats, WaitStats
 
 logger = logging.getLogger(__name__)
 
@@ -58,24 +59,10 @@ class Routes:
         self._workers = workers
         self._metrics = metrics
         self._expansions = Expansions()
-        self._encoder: str | None = None  # of all workers; None: not known yet
         workers.listen(self.joined)
 
-    @property
-    def encoder(self) -> str:
-        """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
-        they have different ones."""
-        if self._encoder is None:
-            digests = {link.encoder for link in self._workers.of_role("worker")} - {""}
-            self._encoder = digests.pop() if len(digests) == 1 else ""
-        return self._encoder
-
     def joined(self, link: WorkerLink) -> RoutedWorker:
-        self._forget_encoder()
-        return RoutedWorker(self._router, link, self._forget_encoder)
-
-    def _forget_encoder(self) -> None:
-        self._encoder = None
+        return RoutedWorker(self._router, link.endpoints(), same_host=lambda: link.same_host)
 
     def choose(
         self,
@@ -94,7 +81,7 @@ class Routes:
         routing_request = self._routing_request(request, prepared, prefix, block_ids, excluded=excluded)
         started = time.perf_counter()
         routed = self._router.pick(routing_request)
-        self._metrics.observe_routing(time.perf_counter() - started)
+        self._metrics.routing_seconds.observe(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
         link = self._workers.links[routed.worker_id]
         return Route(link, link.client, routed, prefix, rank)
@@ -149,9 +136,11 @@ class Routes:
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached, waited_s=first.times.queue_s if first.times is not None else None)
         routed_cached, num_tokens = route.routed.decision.cached_tokens, route.num_prompt_tokens(first)
-        self._metrics.count_prompt(num_tokens, routed_cached=routed_cached, engine_cached=num_cached)
+        for kind, number in (("all", num_tokens), ("routed_cached", routed_cached), ("engine_cached", num_cached or 0)):
+            self._metrics.prompt_tokens.labels(kind).inc(number)
         for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
-            self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
+            outcome = "cached" if span.end <= (num_cached or 0) else "computed"
+            self._metrics.media_items.labels(span.modality, outcome).inc()
         if prepared is not None and first.placed and first.prompt_token_ids is not None:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
         return self._embedding_outcomes(route, first)
@@ -162,10 +151,11 @@ class Routes:
         outcomes = {span.mm_hash: embedding_outcome(span, first) for span in route.prefix.media}
         for span in {span.mm_hash: span for span in route.prefix.media}.values():
             outcome = outcomes[span.mm_hash]
-            self._metrics.count_embeddings(outcome)
+            self._metrics.embeddings.labels(outcome).inc()
             if outcome == "loaded":
                 saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
-                self._metrics.count_saved_encoding(span.embedding_bytes, saved_s)
+                self._metrics.embedding_loaded_bytes.inc(span.embedding_bytes)  # 0 if its media were sent
+                self._metrics.encoder_saved_seconds.inc(saved_s)
         return outcomes
 
     def stats(self) -> RoutingStats:
@@ -239,67 +229,3 @@ def _beside(prepared: PreparedPrompt, end: int) -> tuple[MediaSpan, ...]:
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
-
-
-#: Most requests of other gateways that are counted at one worker.
-_MAX_ANNOUNCED = 4096
-
-
-class RoutedWorker:
-    """Reports a worker to the router, until it has `left` (a `ReportListener`). `on_encoder` is called when the encoder
-    whose embeddings it loads may have changed."""
-
-    def __init__(self, router: Router, link: WorkerLink, on_encoder: Callable[[], None]) -> None:
-        self._router = router
-        self._link = link
-        self._on_encoder = on_encoder
-        self._slots: list[int] = []
-        self._announced: dict[int, AnnouncedReservation] = {}
-        try:
-            for endpoint in link.endpoints():
-                self._slots.append(router.join(endpoint))
-        except BaseException:
-            self.left()
-            raise
-
-    def left(self) -> None:
-        """Idempotent."""
-        self._on_encoder()
-        slots, self._slots = self._slots, []
-        for slot in slots:
-            self._router.leave(slot)
-
-    def reported(self, loads: Sequence[WorkerLoad]) -> None:
-        for slot, load in zip(self._slots, loads, strict=True):
-            self._router.report(slot, load)
-
-    def state_changed(self, state: WorkerState) -> None:
-        level = logging.ERROR if state == "stalled" else logging.WARNING
-        what = "is ready again" if state == "ready" else f"is {state}: it gets no new requests"
-        logger.log(level, "worker %s %s", self._link.name, what)
-        for slot in self._slots:
-            self._router.drain(slot, draining=state != "ready")
-
-    def changed(self, change: KvChange) -> None:
-        if change.rank < len(self._slots):
-            self._router.change(self._slots[change.rank], change)
-
-    def announced(self, number: int, work: PendingWork) -> None:
-        reservations, slots = self._announced, self._slots
-        if number not in reservations and len(reservations) < _MAX_ANNOUNCED and work.rank < len(slots):
-            reservations[number] = self._router.announced(slots[work.rank], work)
-
-    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
-        reservation = self._announced.pop(number, None)
-        if reservation is not None:
-            reservation.end(is_computed=is_computed)
-
-    def host_changed(self) -> None:
-        self._on_encoder()
-        for slot in self._slots:
-            self._router.move(slot, same_host=self._link.same_host)
-
-    def encoder_cleared(self) -> None:
-        self._on_encoder()
-        for slot in self._slots:
-            self._router.clear_encoder(slot)

@@ -26,7 +26,7 @@ from medialane.gateway.admission.concurrency import OldestFirst
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.records import AttemptTrace
-from medialane.gateway.request.answer import Answer, Choice
+from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_features import StoreFeatures
@@ -158,7 +158,7 @@ class RequestRunner:
         try:
             async with scope.connected():
                 call = await self._admit(request, prepared, scope, continuable)
-            answer, attempts = Answer(), Attempts(self, call)
+            answer, attempts = DeliveredAnswer(), Attempts(self, call)
             try:
                 async with aclosing(attempts.deltas()) as deltas:
                     async for delta in deltas:
@@ -215,7 +215,7 @@ class RequestRunner:
     ) -> PreparedPrompt:
         """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent. For
         `block_ids` see `Routes.new_items`."""
-        digest = self.routes.encoder
+        digest = self.workers.encoder
         if not encoders.is_ready(digest):
             return prepared
         new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
@@ -231,18 +231,20 @@ class RequestRunner:
         placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
-    def _parts(self, call: Call, answer: Answer, error: WorkerLost) -> Sequence[AsyncGenerator[OutputDelta, None]]:
+    def _parts(
+        self, call: Call, answer: DeliveredAnswer, error: WorkerLost
+    ) -> Sequence[AsyncGenerator[OutputDelta, None]]:
         """Return the streams of what is left of an answer that has begun. Raises WorkerLost if it cannot go on."""
         continuable = call.continuable
         if continuable is None or continuable.obstacle or not self._config.migration_limit:
-            self.metrics.count_migration(error.code, "impossible")
+            self.metrics.migrations.labels(error.code, "impossible").inc()
             obstacle = continuable.obstacle if continuable is not None else ""
             reason = f", and {obstacle} cannot go on at another one" if obstacle else ""
             raise WorkerLost(f"the worker was lost during generation{reason}") from error
         return [self._rest(call, continuable, choice, error) for choice in answer.unfinished(continuable.num_choices)]
 
     async def _rest(
-        self, call: Call, continuable: Continuable, choice: Choice, error: WorkerLost
+        self, call: Call, continuable: Continuable, choice: DeliveredChoice, error: WorkerLost
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the rest of one choice from other workers."""
         while not choice.is_finished:
@@ -341,7 +343,7 @@ class RequestRunner:
             if not path.stage.is_processed or path.transport.needs_remote_store:
                 # Other requests may be routed while its media are being fetched, or granted to another host.
                 self.begin(call, is_sent=False)
-            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.routes.encoder
+            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.workers.encoder
             if path.stage.is_processed and not sends_embeddings:
                 await self.drop_embeddings(prepared)
             prompt = await prompt_for(
@@ -380,7 +382,8 @@ class RequestRunner:
         except HandoverFailed as error:
             logger.warning("%s: features cannot be sent", error.message)
             return False
-        self.metrics.count_embeddings("fallback", num_items)
+        if num_items:
+            self.metrics.embeddings.labels("fallback").inc(num_items)
         return num_items > 0
 
     def untransferable(self, error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
@@ -477,7 +480,7 @@ class Attempts:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if self._lost is not None:
-            self._runner.metrics.observe_migration(first_at - self._moved_at)
+            self._runner.metrics.migration_seconds.observe(first_at - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
@@ -487,7 +490,8 @@ class Attempts:
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
         call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
-        self._runner.metrics.count_copied(first.movers)
+        for mover in first.movers:
+            self._runner.metrics.copied_requests.labels(mover).inc()
 
     def _count(self, delta: OutputDelta) -> None:
         """Count the tokens of an output; a cumulative one has all so far."""
@@ -536,7 +540,7 @@ class Attempts:
                 break
         names = " and ".join(suspect.link.name for suspect in suspects)
         logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
-        self._runner.metrics.count_migration(error.code, "refused")
+        self._runner.metrics.migrations.labels(error.code, "refused").inc()
         raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
 
     @while_connected
@@ -551,10 +555,10 @@ class Attempts:
             self.call = await self._runner.elsewhere(self.call, error)
         except WorkerLost as lost:
             logger.warning("request %s ends: %s", self.call.request.request_id, lost.message)
-            self._runner.metrics.count_migration(error.code, "failed")
+            self._runner.metrics.migrations.labels(error.code, "failed").inc()
             raise
         asyncio.get_running_loop().call_later(_MOVING_S, self._end_turn)
-        self._runner.metrics.count_migration(error.code, outcome)
+        self._runner.metrics.migrations.labels(error.code, outcome).inc()
         self._sent_at = 0.0
 
     def _where_there_is_room(self, error: MedialaneError) -> Call:
@@ -573,7 +577,7 @@ class Attempts:
             return call  # the same path, with tensors
         if len(call.paths) == 1:
             raise self._runner.untransferable(error, call.prepared) from error
-        self._runner.metrics.count_fallback(str(call.paths[0]), error.code)
+        self._runner.metrics.transfer_fallbacks.labels(str(call.paths[0]), error.code).inc()
         return call._replace(paths=call.paths[1:])
 
     def _without_features(self, error: InvalidFeature) -> Call:
@@ -584,7 +588,7 @@ class Attempts:
         if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
-        self._runner.metrics.count_fallback(str(refused), error.code)
+        self._runner.metrics.transfer_fallbacks.labels(str(refused), error.code).inc()
         return call._replace(paths=sources)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from medialane.gateway.intake import BudgetCharge
+from medialane.gateway.intake import BudgetCharge, ExtractedMedia
 from medialane.gateway.intake.references import References
 from medialane.gateway.records import RequestRecord, RequestTrace
 from medialane.types.errors import (
@@ -42,20 +42,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _DISCONNECTED = "the client has disconnected"
-
-
-class ExtractedMedia(msgspec.Struct, frozen=True):
-    """What intake has found in a request's body: its media, the size of the rest (None if the body was not read by
-    intake), whether the client requests a report and names the request (`has_id`), the request's priority, if the body
-    could not be parsed for media, why not, and, if requests are recorded, what is left of the body."""
-
-    refs: tuple[MediaRef, ...] = ()
-    text_bytes: int | None = None
-    wants_report: bool = False
-    has_id: bool = False
-    parse_error: str | None = None
-    priority: int = 0
-    body: bytes | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):

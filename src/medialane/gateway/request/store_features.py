@@ -291,7 +291,7 @@ class StoreFeatures:
     async def publish(self, entry: ArenaRange) -> bytes:
         """Publish a decoded image, which the caller holds, for an RDMA read by another process; return its
         `media.published_image.PublishedImage` as JSON. Raises MediaUrlForbidden unless the operator allows it."""
-        reply = await self._link.call_at(entry.arena, lambda call_id: PublishImage(call_id, entry))
+        reply = await self._link.call(lambda call_id: PublishImage(call_id, entry), arena=entry.arena)
         return cast("ImagePublished", reply).image
 
     async def _find(

@@ -76,7 +76,7 @@ class RpcClient:
     """A connection registered with a worker. It does not reconnect: call `connect` again after `closed`.
 
     `requests`, `reports` and `calls` are what it is for; `on_change` is called when the worker has reported another
-    state or arena, another number of gateways, or that it is still stalled; and when the connection is lost.
+    state, arena or encoder, or that it is still stalled; and when the connection is lost.
     """
 
     welcome: Welcome

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.workers.client import RemoteRequest, RpcClient
-from medialane.gateway.workers.reports import ReportListener
+from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import (
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: Called when a worker is ready: `endpoints()` of its link are its ranks. Its caches count as empty until it reports
 #: them to the result. If this raises, the connection is closed. Not called for encoders, to which no request is routed.
-JoinListener = Callable[["WorkerLink"], ReportListener]
+JoinListener = Callable[["WorkerLink"], RoutedWorker]
 
 
 class WorkerLink:
@@ -70,7 +70,7 @@ class WorkerLink:
         self.has_drained = False
         #: Set when `run` has tried to connect, with or without success: the link is ready if it can be.
         self.was_tried = asyncio.Event()
-        self._reports: ReportListener | None = None  # of the worker that is connected, or was last
+        self._reports: RoutedWorker | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
         self.listener: JoinListener | None = None
         #: Called with the card of a worker or encoder that has become ready.
@@ -89,18 +89,6 @@ class WorkerLink:
     def state(self) -> WorkerState:
         client = self.client
         return "lost" if client is None else client.reports.state
-
-    @property
-    def has_unknown_blocks(self) -> bool:
-        """Whether the worker is connected, and requests are routed to it without regard to its KV cache."""
-        client = self.client
-        return client is not None and client.reports.has_unknown_blocks
-
-    @property
-    def has_failing_tasks(self) -> bool:
-        """Whether the worker is connected, and background tasks of it have ended lately."""
-        client = self.client
-        return client is not None and client.reports.has_failing_tasks
 
     @property
     def is_ready(self) -> bool:
@@ -310,12 +298,12 @@ class WorkerLink:
         if has_drained:
             logger.info("worker %s has drained, and stops", self.name)
             return
-        self._metrics.count_worker_lost(self.name)
+        self._metrics.worker_losses.labels(self.name).inc()
         logger.warning("worker %s: connection lost", self.name)
 
     def forget(self) -> None:
         """Drop what is counted for this worker, which has left."""
-        self._metrics.forget_worker(self.name)
+        self._metrics.worker_losses.remove(self.name)
 
     def _report_failure(self, error: Exception) -> None:
         logger.error("worker %s: its link failed and is restarted", self.name, exc_info=error)

@@ -65,7 +65,9 @@ class WorkerPool:
         #: since both are read for each request.
         self._ready: set[WorkerLink] = set()
         self._stalled: set[WorkerLink] = set()
-        self._num_gateways: int | None = None
+        #: The encoder that embeddings may be of, None if it must be found again; and of each link what it was then.
+        self._encoder: str | None = None
+        self._digests: dict[WorkerLink, str] = {}
         for link in links:
             self._watch(link)
 
@@ -90,7 +92,8 @@ class WorkerPool:
         may continue, and if it does not, its worker exits. So do answers that cannot go on elsewhere."""
         for links, state in ((self._ready, "ready"), (self._stalled, "stalled")):
             (links.add if link.role == "worker" and link.state == state else links.discard)(link)
-        self._num_gateways = None
+        if self._digests.get(link) != (digest := link.encoder):
+            self._digests[link], self._encoder = digest, None
         self._wake()
         if not self._ready:
             self._outage.begin()
@@ -123,6 +126,7 @@ class WorkerPool:
         """Called when this gateway has another store."""
         for link in self.links.values():
             link.arena_changed()
+        self._encoder = None
         self._wake()
 
     def endpoints(self) -> list[Endpoint]:
@@ -140,12 +144,13 @@ class WorkerPool:
         return len(self._ready)
 
     @property
-    def num_gateways(self) -> int:
-        """Most gateways that any worker is connected to, this one included."""
-        if self._num_gateways is None:
-            reports = [link.client.reports for link in self.links.values() if link.client]
-            self._num_gateways = max((each.num_gateways for each in reports), default=1)
-        return self._num_gateways
+    def encoder(self) -> str:
+        """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
+        they have different ones."""
+        if self._encoder is None:
+            digests = {link.encoder for link in self.of_role("worker")} - {""}
+            self._encoder = digests.pop() if len(digests) == 1 else ""
+        return self._encoder
 
     def check_ready(self) -> None:
         """Raise NoWorkerReady if no worker takes requests."""
@@ -231,6 +236,7 @@ class WorkerPool:
             self._joined.discard(link.name)
             link.forget()
             self._changed(link)
+            del self._digests[link]
 
 
 def on_hosts_of(lost: Iterable[str], addresses: Mapping[str, str]) -> frozenset[str]:

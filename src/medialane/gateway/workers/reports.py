@@ -1,5 +1,5 @@
 """Load, KV blocks and pending work of other gateways that a worker reports unsolicited, and this gateway's pending
-work; `worker.reports` is the worker's side. No I/O.
+work; `worker.reports` is the worker's side. `RoutedWorker` passes them on to the router. No I/O.
 
 `BlockInbox` queues KV-block updates until the event loop applies them. Pieces are taken one at a time, so that a
 snapshot of many blocks does not block the event loop. A gap in a rank's sequence means that a piece is missing: further
@@ -10,16 +10,18 @@ dropped and snapshots are requested.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
+from medialane.routing import AnnouncedRequest, Router
 from medialane.types.errors import ProtocolViolation
 from medialane.types.kv_events import KvChange
-from medialane.types.request import EncoderCard, ModelCard, WorkerLoad, WorkerState
+from medialane.types.request import EncoderCard, Endpoint, ModelCard, WorkerLoad, WorkerState
 from medialane.types.stats import PendingWork
 from medialane.wire.protocol import (
     ArenaMapped,
@@ -33,6 +35,8 @@ from medialane.wire.protocol import (
     ResyncBlocks,
 )
 
+logger = logging.getLogger(__name__)
+
 #: Limits for a worker's card: far beyond any engine, but they bound the state whose size depends on the card.
 _MAX_BLOCK_SIZE: Final = 1 << 16
 
@@ -41,43 +45,76 @@ _MAX_RANKS: Final = 1 << 12
 _MAX_KV_BLOCKS: Final = 1 << 32
 
 
-class ReportListener(Protocol):
-    """Callbacks about one connected worker. Called on the event loop; must not block.
+#: Most requests of other gateways that are counted at one worker.
+_MAX_ANNOUNCED: Final = 4096
 
-    `left` is the last one. It is called in the same iteration of the event loop in which the connection is lost, so no
-    request is routed in between.
+
+class RoutedWorker:
+    """Tells the router of one connected worker, whose ranks are `endpoints`.
+
+    Called on the event loop. `left` is the last call: in the same iteration of the event loop in which the connection
+    is lost, so no request is routed in between.
     """
+
+    def __init__(self, router: Router, endpoints: Sequence[Endpoint], *, same_host: Callable[[], bool]) -> None:
+        self._router = router
+        self._same_host = same_host
+        self._name = endpoints[0].worker_id
+        self._slots: list[int] = []
+        self._announced: dict[int, AnnouncedRequest] = {}
+        try:
+            for endpoint in endpoints:
+                self._slots.append(router.join(endpoint))
+        except BaseException:
+            self.left()
+            raise
+
+    def left(self) -> None:
+        """Idempotent."""
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            self._router.leave(slot)
 
     def reported(self, loads: Sequence[WorkerLoad]) -> None:
         """The worker has reported the load of each of its ranks."""
-        ...
+        for slot, load in zip(self._slots, loads, strict=True):
+            self._router.report(slot, load)
 
     def state_changed(self, state: WorkerState) -> None:
         """The worker is ready again, its engine hangs, or it is draining."""
-        ...
+        level = logging.ERROR if state == "stalled" else logging.WARNING
+        what = "is ready again" if state == "ready" else f"is {state}: it gets no new requests"
+        logger.log(level, "worker %s %s", self._name, what)
+        for slot in self._slots:
+            self._router.drain(slot, draining=state != "ready")
 
     def changed(self, change: KvChange) -> None:
         """The worker's KV blocks have changed: first all of them, then changes in order, one per iteration of the event
         loop."""
-        ...
+        if change.rank < len(self._slots):
+            self._router.change(self._slots[change.rank], change)
 
     def announced(self, number: int, work: PendingWork) -> None:
         """Another gateway has sent a request to the worker; `number` identifies it until `announcement_ended`."""
-        ...
+        requests, slots = self._announced, self._slots
+        if number not in requests and len(requests) < _MAX_ANNOUNCED and work.rank < len(slots):
+            requests[number] = self._router.announced(slots[work.rank], work)
 
     def announcement_ended(self, number: int, *, is_computed: bool) -> None:
         """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
-        ...
-
-    def encoder_cleared(self) -> None:
-        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
-        ...
+        request = self._announced.pop(number, None)
+        if request is not None:
+            request.end(is_computed=is_computed)
 
     def host_changed(self) -> None:
         """The worker has mapped another arena, or none."""
-        ...
+        for slot in self._slots:
+            self._router.move(slot, same_host=self._same_host())
 
-    def left(self) -> None: ...
+    def encoder_cleared(self) -> None:
+        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
+        for slot in self._slots:
+            self._router.clear_encoder(slot)
 
 
 class ClientReports:
@@ -88,7 +125,7 @@ class ClientReports:
         self._send = send
         self._blocks = BlockInbox()
         self._num_ranks = 0
-        self._listener: ReportListener | None = None
+        self._listener: RoutedWorker | None = None
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
@@ -118,14 +155,14 @@ class ClientReports:
         self.encoder = card.encoder
         self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
 
-    def watch(self, listener: ReportListener) -> None:
+    def watch(self, listener: RoutedWorker) -> None:
         """Call `listener` until the connection is closed, also about changes of KV blocks that were received before.
         Call once, on an open connection."""
         self._listener = listener
         self._deliver_soon()
 
     def received(self, message: Report) -> bool:
-        """Return whether what requests wait for has changed: the state, the arena, the number of gateways; or the
+        """Return whether what is known of all workers may have changed: the state, the arena, the encoder; or the
         worker is still stalled, and may have got requests since. Raises ProtocolViolation."""
         before = self.state
         match message:
@@ -141,8 +178,9 @@ class ClientReports:
                 self.num_gateways = number
         if self._listener is not None:
             self._notify(self._listener, message)
-        is_load = isinstance(message, LoadReport)
-        return self.state != before or (is_load and before == "stalled") or isinstance(message, ArenaMapped | Gateways)
+        if isinstance(message, LoadReport):
+            return self.state != before or before == "stalled"
+        return isinstance(message, ArenaMapped | EncoderCleared)
 
     def announce(self, work: PendingWork) -> Callable[[bool], None]:
         """Announce pending work to the worker's other gateways. Call the returned function once, when it ends, with
@@ -159,7 +197,7 @@ class ClientReports:
         if listener is not None:
             listener.left()
 
-    def _notify(self, listener: ReportListener, message: Report) -> None:
+    def _notify(self, listener: RoutedWorker, message: Report) -> None:
         match message:
             case ArenaMapped():
                 listener.host_changed()

@@ -18,7 +18,7 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_workers: PositiveInt = field(default=1, name="simulated-workers")
-    """workers in this process; with more than one, {} in --listen is the worker's number"""
+    """workers in this process; then {} in --listen is the worker's number"""
     speedup: PositiveFloat = field(default=1.0, name="speedup")
     """simulated seconds per second; below 1 is slower than real time"""
     block_size: PositiveInt = field(default=16, name="simulated-block-size")
@@ -34,10 +34,9 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: PositiveInt = field(default=8192, name="simulated-max-num-batched-tokens")
     """most tokens computed in one step"""
     max_queued_reqs: NonNegativeInt = field(default=0, name="simulated-max-num-queued-reqs")
-    """as vLLM's --max-num-queued-reqs: most unfinished requests; 0 is no limit"""
+    """as vLLM's --max-num-queued-reqs; 0: no limit"""
     max_queued_tokens: NonNegativeInt = field(default=0, name="simulated-max-num-queued-tokens")
-    """as vLLM's --max-num-queued-tokens: no request is accepted while others in prefill have as many prompt tokens; 0
-    is no limit"""
+    """as vLLM's --max-num-queued-tokens; 0: no limit"""
     stream_interval: PositiveInt = field(default=1, name="simulated-stream-interval")
     """output tokens sent together, after the first"""
     step_ms: NonNegativeFloat = field(default=8.0, name="simulated-step-ms")
@@ -45,13 +44,13 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_ms: NonNegativeFloat = field(default=0.04, name="simulated-prefill-token-ms")
     """time per prefilled token, ms"""
     prefill_pair_ns: NonNegativeFloat = field(default=1.0, name="simulated-prefill-pair-ns")
-    """attention time per pair of a prefilled token and a preceding token, ns"""
+    """attention time per pair of a prefilled and a preceding token, ns"""
     decode_token_ms: NonNegativeFloat = field(default=0.02, name="simulated-decode-token-ms")
     """time per generated token, ms"""
     embedding_ms: NonNegativeFloat = field(default=0.02, name="simulated-embedding-ms")
     """time per encoder embedding, ms"""
     load_ms_per_mib: NonNegativeFloat = field(default=0.1, name="simulated-load-ms-per-mib")
-    """time per MiB of embeddings that are loaded instead of encoded, ms"""
+    """time per MiB of embeddings loaded instead of encoded, ms"""
     embedding_bytes: PositiveInt = field(default=7168, name="simulated-embedding-bytes")
     """size of one embedding, bytes"""
 
@@ -59,12 +58,5 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raise StartupFailed with the name of an invalid setting."""
         check_bounds(self)
         # Like vLLM at start-up: otherwise a request of this length could never run.
-        _require(
-            (self.num_kv_blocks - 1) * self.block_size >= self.max_model_len,
-            "num_kv_blocks minus one must hold max_model_len tokens",
-        )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise StartupFailed(message)
+        if (self.num_kv_blocks - 1) * self.block_size < self.max_model_len:
+            raise StartupFailed("num_kv_blocks minus one must hold max_model_len tokens")

@@ -23,7 +23,7 @@ class Upload:
 
 
 @dataclass(frozen=True, repr=False)
-class Request:
+class CaseRequest:
     """What is posted to `path`: JSON, or, if `body` is None, a multipart form. The model's name is
     filled in where there is none."""
 
@@ -42,7 +42,7 @@ class Case:
     """
 
     name: str
-    make: Callable[[], Request]
+    make: Callable[[], CaseRequest]
     varies: str = ""
     is_essential: bool = False
 
@@ -97,5 +97,5 @@ class EndpointKind:
     name: str
     route: str
     cases: Callable[[Limits], Iterable[Case]]
-    ask: Callable[[list[Part]], Request] | None = None
+    ask: Callable[[list[Part]], CaseRequest] | None = None
     compared: Callable[[Answer], Any] = whole_document

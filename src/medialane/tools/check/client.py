@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from medialane.cluster import HttpAnswers
-from medialane.tools.check.case import Answer, Request, Upload
+from medialane.tools.check.case import Answer, CaseRequest, Upload
 from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
 
@@ -74,7 +74,7 @@ class CheckClient:
     async def is_healthy(self) -> bool:
         return await HttpAnswers(f"{self._base_url}/health").passes()
 
-    async def post(self, request: Request) -> Answer:
+    async def post(self, request: CaseRequest) -> Answer:
         """Send a request; an answer without a status if there is no whole response."""
         started = time.perf_counter()
         try:
@@ -84,7 +84,7 @@ class CheckClient:
             return Answer(0, f"no response: {describe_failure(error)}", seconds=time.perf_counter() - started)
         return _answer(response, raw, time.perf_counter() - started)
 
-    def _content(self, request: Request) -> dict[str, Any]:
+    def _content(self, request: CaseRequest) -> dict[str, Any]:
         if request.body is None:
             form = aiohttp.FormData()
             if not any(name == "model" for name, _ in request.form):

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_pixels, sample_video
-from medialane.tools.check.case import Answer, EndpointKind, Limits, Part, Request
+from medialane.tools.check.case import Answer, CaseRequest, EndpointKind, Limits, Part
 from medialane.types.media import Modality
 
 
@@ -180,7 +180,9 @@ _TRIALS: Mapping[str, tuple[Callable[[], Part], Callable[[], Part]]] = {
 MODALITIES = tuple(_TRIALS)
 
 
-async def learn_limits(post: Callable[[Request], Awaitable[Answer]], kind: EndpointKind) -> tuple[Limits, list[str]]:
+async def learn_limits(
+    post: Callable[[CaseRequest], Awaitable[Answer]], kind: EndpointKind
+) -> tuple[Limits, list[str]]:
     """Return the limits, and why modalities are missing."""
     limits, missing = dict[str, int](), list[str]()
     if kind.ask is None:

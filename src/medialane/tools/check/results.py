@@ -239,7 +239,3 @@ def weak_notes(results: Iterable[CaseResult]) -> Iterator[str]:
 def encode(report: msgspec.Struct) -> bytes:
     """Return a report of any kind as JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-
-
-def decode(document: bytes) -> CheckReport:
-    return msgspec.json.decode(document, type=CheckReport)

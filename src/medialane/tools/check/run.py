@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Literal, NamedTuple
 
 from medialane import __version__
@@ -54,10 +55,23 @@ class _Served(NamedTuple):
     predicted: tuple[str, ...]
 
 
-async def run_check(setup: CheckSetup, progress: CheckProgress) -> CheckReport:
+class CheckedServers(NamedTuple):
+    """How the servers are run, and both at once."""
+
+    plain: Callable[[CheckSetup, CheckProgress], AbstractAsyncContextManager[RevivedServer]] = plain_server
+    ours: Callable[[CheckSetup, CheckProgress], AbstractAsyncContextManager[RevivedServer]] = medialane_server
+    both: Callable[[CheckSetup, CheckProgress], AbstractAsyncContextManager[tuple[RevivedServer, RevivedServer]]] = (
+        both_servers
+    )
+
+
+_SERVERS = CheckedServers()
+
+
+async def run_check(setup: CheckSetup, progress: CheckProgress, servers: CheckedServers = _SERVERS) -> CheckReport:
     """Check a model. Raises StartupFailed if a server does not start, or if no case is left to send."""
     started = time.monotonic()
-    served = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
+    served = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress, servers)
     learned = served.learned
     results = tuple(_judged(learned, served.answers, setup.tolerance))
     return CheckReport(
@@ -75,18 +89,18 @@ async def run_check(setup: CheckSetup, progress: CheckProgress) -> CheckReport:
     )
 
 
-async def _one_after_the_other(setup: CheckSetup, progress: CheckProgress) -> _Served:
-    async with plain_server(setup, progress) as plain:
+async def _one_after_the_other(setup: CheckSetup, progress: CheckProgress, servers: CheckedServers) -> _Served:
+    async with servers.plain(setup, progress) as plain:
         learned = await _learn(plain, setup, progress)
         theirs = await _ask_all(learned, {"plain": plain}, setup, progress)
-    async with medialane_server(setup, progress) as server:
+    async with servers.ours(setup, progress) as server:
         ours = await _ask_all(learned, {"ours": server}, setup, progress)
         answers = {key: theirs[key] | ours[key] for key in theirs}
         return await _served(learned, answers, server, setup)
 
 
-async def _at_once(setup: CheckSetup, progress: CheckProgress) -> _Served:
-    async with both_servers(setup, progress) as (plain, server):
+async def _at_once(setup: CheckSetup, progress: CheckProgress, servers: CheckedServers) -> _Served:
+    async with servers.both(setup, progress) as (plain, server):
         learned = await _learn(plain, setup, progress)
         answers = await _ask_all(learned, {"plain": plain, "ours": server}, setup, progress)
         return await _served(learned, answers, server, setup)

@@ -21,6 +21,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, a
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,7 +33,7 @@ from medialane.cluster.vllm_flags import has_flag
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.private_files import private
 from medialane.runtime.tasks import gather_or_cancel
-from medialane.tools.check.case import Answer, Request
+from medialane.tools.check.case import Answer, CaseRequest
 from medialane.tools.check.client import CheckClient
 from medialane.types.errors import StartupFailed
 
@@ -257,12 +258,20 @@ MAX_STARTS = 20
 
 
 class RevivedServer:
-    """Use it in `async with RevivedServer.opened(...)`. Not for concurrent requests. `client` is connected to the last
+    """Use it in `async with RevivedServer(...)`. Not for concurrent requests. `client` is connected to the last
     start."""
 
     def __init__(
-        self, name: str, start: StartAgain, progress: CheckProgress, *, asks_again: bool, settle_s: float = SETTLE_S
+        self,
+        name: str,
+        start: StartAgain,
+        progress: CheckProgress,
+        *,
+        asks_again: bool = False,
+        settle_s: float = SETTLE_S,
     ) -> None:
+        """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more.
+        `settle_s` passes before an error counts as one of a live server."""
         self._settle_s = settle_s
         self._name, self._start, self._progress = name, start, progress
         self._asks_again = asks_again
@@ -270,27 +279,14 @@ class RevivedServer:
         self._num_starts = 0
         self.client: CheckClient
 
-    @classmethod
-    @asynccontextmanager
-    async def opened(
-        cls,
-        name: str,
-        start: StartAgain,
-        progress: CheckProgress,
-        *,
-        asks_again: bool = False,
-        settle_s: float = SETTLE_S,
-    ) -> AsyncIterator[RevivedServer]:
-        """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more.
-        `settle_s` passes before an error counts as one of a live server."""
-        server = cls(name, start, progress, asks_again=asks_again, settle_s=settle_s)
-        try:
-            await server._start_it()
-            yield server
-        finally:
-            await server._running.aclose()
+    async def __aenter__(self) -> Self:
+        await self._start_it()
+        return self
 
-    async def post(self, request: Request) -> Answer:
+    async def __aexit__(self, *_error: object) -> None:
+        await self._running.aclose()
+
+    async def post(self, request: CaseRequest) -> Answer:
         """Send a request. If it ends the server, that is started again before this returns. Raises StartupFailed if it
         does not start, or has been started too often."""
         answer = await self.client.post(request)
@@ -369,14 +365,14 @@ class CheckSetup(Launch):
 Start = Callable[[Launch, CheckProgress, int], AbstractAsyncContextManager[ServerProcess]]
 
 
-def plain_server(setup: CheckSetup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+def plain_server(setup: CheckSetup, progress: CheckProgress) -> RevivedServer:
     """Run plain vLLM, again if a request ends its engine. Raises StartupFailed with the end of its log.
 
     Requests at which it fails are sent again: of several choices (n=2), it may answer 500 if its processes disagree on
     which processed media are cached ("P0/P1 cache drift" in its log).
     """
     start = partial(_connected, plain_process, setup, progress, wants_report=False)
-    return RevivedServer.opened("plain vLLM", start, progress, asks_again=True)
+    return RevivedServer("plain vLLM", start, progress, asks_again=True)
 
 
 @asynccontextmanager
@@ -402,10 +398,10 @@ async def plain_process(launch: Launch, progress: CheckProgress, number: int = 1
         yield process
 
 
-def medialane_server(setup: CheckSetup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+def medialane_server(setup: CheckSetup, progress: CheckProgress) -> RevivedServer:
     """Run `medialane serve`, again if a request ends its worker. Raises StartupFailed with the end of its log."""
     start = partial(_connected, medialane_process, setup, progress, wants_report=True)
-    return RevivedServer.opened("medialane", start, progress)
+    return RevivedServer("medialane", start, progress)
 
 
 @asynccontextmanager

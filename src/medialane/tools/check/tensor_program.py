@@ -26,15 +26,15 @@ from medialane.tools.check.tensors import ItemTensors, Source, TensorReport, Ten
 from medialane.types.errors import StartupFailed
 from medialane.types.media import Decoded, Modality
 from medialane.types.stage import RAW_STAGE
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.options import final_io, model_io
 from medialane.vllm_bridge.items.preparation import VllmFrameSampler
+from medialane.vllm_bridge.learned.item_shape import attempt
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor, one_thread
 from medialane.vllm_bridge.learned.reference_tensors import HuggingFace, PlainVllm, Values, compare_fields
-from medialane.vllm_bridge.learned.trial_items import attempt
+from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, device_normalisation, new_processor
 from medialane.vllm_bridge.seams.probe import probe, summary
 

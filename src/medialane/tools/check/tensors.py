@@ -69,10 +69,6 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
         return all(item.is_equal for item in self.items) and any(item.fields for item in self.items)
 
 
-def decode(document: bytes) -> TensorReport:
-    return msgspec.json.decode(document, type=TensorReport)
-
-
 TENSOR_LOG = "tensors.log"
 _PROGRAM = "medialane.tools.check.tensor_program"
 
@@ -88,7 +84,7 @@ async def compare_tensors(setup: CheckSetup, progress: CheckProgress) -> TensorR
     environ = {**setup.environ, "VLLM_PLUGINS": "", **phases.environ()}
     async with progress.starting("tensors", phases):
         await _run(argv, environ, log, setup.start_s)
-    return decode(report.read_bytes())
+    return msgspec.json.decode(report.read_bytes(), type=TensorReport)
 
 
 async def _run(argv: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> None:

@@ -8,15 +8,13 @@ alone follow the figures of a side and whether the answers agree: the `report`, 
 table.
 """
 
-from medialane.tools.compare.comparison import Comparison, Pace, sides_of
+from medialane.tools.compare.comparison import Pace, TrafficComparison, sides_of
 from medialane.tools.compare.journal import Journal, Manifest, Turn, TurnFacts
 from medialane.tools.compare.reply import Reply, Served, read_document, read_stream
-from medialane.tools.compare.report import CompareReport, Slo, make_report, show
+from medialane.tools.compare.report import Slo, make_report, show
 from medialane.tools.compare.traffic import Traffic, TrafficRequest, UnusableLine, read_traffic
 
 __all__ = [
-    "CompareReport",
-    "Comparison",
     "Journal",
     "Manifest",
     "Pace",
@@ -24,6 +22,7 @@ __all__ = [
     "Served",
     "Slo",
     "Traffic",
+    "TrafficComparison",
     "TrafficRequest",
     "Turn",
     "TurnFacts",

@@ -140,7 +140,7 @@ def sides_of(against: Sequence[str], launch: Launch, progress: CheckProgress) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TrafficComparison:
     """What is compared, and how. `metrics_key` opens the metrics of medialane."""
 
     traffic: Traffic

@@ -186,16 +186,6 @@ class Agreement(msgspec.Struct, frozen=True):
     common_share: float
     partings: tuple[Parting, ...]
 
-    @property
-    def num_answered(self) -> int:
-        """Of at least one server."""
-        return self.num_compared - self.counts.get("refused", 0)
-
-    @property
-    def equal_share(self) -> float:
-        """Of what was answered."""
-        return self.counts.get("equal", 0) / self.num_answered if self.num_answered else 1.0
-
 
 def agreement(traffic: Traffic, baseline: Iterable[Reply], other: Iterable[Reply]) -> Agreement:
     """Compare the replies to the same requests."""

@@ -5,12 +5,11 @@ peer, and because only the end of the process stops a read for certain. `NixlMov
 """
 
 from medialane.transfer.nixl.agent import Descriptor, RdmaMetadata, pack_agent_metadata
-from medialane.transfer.nixl.mover import NixlMover, Published
+from medialane.transfer.nixl.mover import NixlMover
 
 __all__ = [
     "Descriptor",
     "NixlMover",
-    "Published",
     "RdmaMetadata",
     "pack_agent_metadata",
 ]

@@ -37,16 +37,12 @@ from medialane.transfer.nixl.agent import (
 )
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import ArenaRange
-from medialane.wire.child_channel import ChannelToChild, child_channel
+from medialane.wire.child_channel import ChannelToChild, PidfdProcess, child_channel, end_process
 
 logger = logging.getLogger(__name__)
 
 #: Other hosts' agents that the process knows. Those of processes that have exited are among them.
 MAX_PEERS = 256
-
-
-#: A killed process exits within a millisecond unless it hangs inside the kernel.
-_KILL_TIMEOUT_S = 10.0
 
 
 class NixlRefused(TransferFailed, code="nixl_refused"):
@@ -58,8 +54,8 @@ class MoverChild:
     any more. Its pending reads fail then, and not before."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self.ended = asyncio.Event()
-        self._process = process
+        self._process = PidfdProcess(process.pid, os.pidfd_open(process.pid), lambda: self._reap(process.wait()))
+        self.ended, self.pid = self._process.exited, process.pid
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Started] = self._loop.create_future()
         self._reads: dict[int, tuple[str, asyncio.Future[None]]] = {}
@@ -69,12 +65,6 @@ class MoverChild:
         self._num_reads = 0
         self._is_lost = self._is_refused = False
         self._channel = ChannelToChild(control, decode_from_mover, self._handle, self._lose, max_bytes=MAX_PACKET_BYTES)
-        self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._reap)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def num_reads(self) -> int:
@@ -167,26 +157,19 @@ class MoverChild:
 
     def kill(self) -> None:
         """Terminate the process; `ended` is set soon."""
-        if not self.ended.is_set():
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has exited
+            self._process.kill()
 
     async def close(self) -> None:
         """Kill the process and wait for its end. Idempotent."""
         if not self._is_lost and not self.ended.is_set():
             self._lose("")
-        try:
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await self.ended.wait()
-        except TimeoutError:
+        if not await end_process(self._process, 0.0):
             logger.error("the NIXL mover process (pid %d) could not be killed", self.pid)
 
-    def _reap(self) -> None:
+    def _reap(self, status: int) -> None:
         """Called when the process, with all its threads, has exited."""
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
         self._channel.close()
-        self.ended.set()
-        status = self._process.wait()
         if status not in (0, -signal.SIGKILL) and not self._is_refused:
             logger.error("the NIXL mover process (pid %d) has exited with status %d", self.pid, status)
         error = TransferFailed(f"the NIXL mover process has exited with status {status}")

@@ -50,16 +50,6 @@ class Published(NamedTuple):
     completed: asyncio.Future[None]
 
 
-class _Job(NamedTuple):
-    """What to read from the agent of `metadata`; see `agent.Read`."""
-
-    metadata: bytes
-    sources: list[Descriptor]
-    offsets: list[int]
-    entry: ArenaRange | None = None
-    notification: str = ""
-
-
 class _TimedOutRead(NamedTuple):
     num_bytes: int
     deadline: float
@@ -81,6 +71,7 @@ class NixlMover:
         *,
         slot: int,
         max_given_up_bytes: int,
+        max_given_up: int = MAX_GIVEN_UP,
         environ: Mapping[str, str],
         factory: str = FACTORY,
     ) -> None:
@@ -90,7 +81,7 @@ class NixlMover:
         self._slot = slot
         self._environ = environ
         self._factory = factory
-        self._max_given_up_bytes = max_given_up_bytes
+        self._max_given_up_bytes, self._max_given_up = max_given_up_bytes, max_given_up
         self._given_up: dict[asyncio.Future[None], _TimedOutRead] = {}
         self._child: MoverChild | None = None
         self._starting: asyncio.Task[MoverChild] | None = None
@@ -137,7 +128,7 @@ class NixlMover:
         except (KeyError, msgspec.DecodeError, ValueError) as error:
             raise TransferFailed(f"the source's offer of nixl is invalid: {error!r}") from error
         offset = destination.range.offset + ENTRY_HEADER_BYTES
-        await self._read(_Job(offer.metadata, [payload], [offset], entry), deadline_s)
+        await self._read(offer.metadata, [payload], [offset], deadline_s=deadline_s, entry=entry)
 
     async def publish(self, tensors: Sequence[TensorDescriptor]) -> Published:
         """Describe tensors of our arena for a reader that uses Dynamo's `nixl_connect`, or `read_published`.
@@ -161,9 +152,8 @@ class NixlMover:
         if sizes != [source.size for source in metadata.descriptors]:
             raise TransferFailed(f"the published descriptors do not have the sizes {sizes}")
         offsets = [tensor.range.offset + tensor.offset for tensor in destinations]
-        agent = metadata.agent_metadata()
-        job = _Job(agent, metadata.descriptors, offsets, notification=metadata.notification_key)
-        await self._read(job, deadline_s)
+        agent, key = metadata.agent_metadata(), metadata.notification_key
+        await self._read(agent, metadata.descriptors, offsets, deadline_s=deadline_s, notification=key)
 
     async def close(self) -> None:
         """Kill the process. Idempotent. All reads end, those that were given up included; no process is started."""
@@ -174,13 +164,23 @@ class NixlMover:
         if self._child is not None:
             await self._child.close()
 
-    async def _read(self, job: _Job, deadline_s: float) -> None:
+    async def _read(
+        self,
+        metadata: bytes,
+        sources: Sequence[Descriptor],
+        offsets: Sequence[int],
+        *,
+        deadline_s: float,
+        entry: ArenaRange | None = None,
+        notification: str = "",
+    ) -> None:
+        """Read from the agent of `metadata`; the rest is as in `agent.Read`. Raises like `read`."""
         deadline = asyncio.get_running_loop().time() + deadline_s
         try:
             async with asyncio.timeout_at(deadline):
                 child = await self._running()
-                peer = child.know(job.metadata)
-                done = await child.read(peer, job.sources, job.offsets, entry=job.entry, notification=job.notification)
+                peer = child.know(metadata)
+                done = await child.read(peer, sources, offsets, entry=entry, notification=notification)
         except TimeoutError as error:
             raise TransferFailed("the NIXL mover process was not ready in time") from error
         try:
@@ -188,7 +188,7 @@ class NixlMover:
                 await asyncio.shield(done)
         except (TimeoutError, asyncio.CancelledError) as error:
             if not done.done():
-                num_bytes = sum(source.size for source in job.sources)
+                num_bytes = sum(source.size for source in sources)
                 ended = self._give_up(child, done, num_bytes, deadline=deadline)
                 raise StillWriting(ended) from error
             if isinstance(error, asyncio.CancelledError):
@@ -218,7 +218,7 @@ class NixlMover:
         """Count the reads that were given up and have exceeded their deadline; those that were cancelled may end."""
         now = asyncio.get_running_loop().time()
         overdue = [given_up.num_bytes for given_up in self._given_up.values() if given_up.deadline <= now]
-        if len(overdue) > MAX_GIVEN_UP or sum(overdue) > self._max_given_up_bytes:
+        if len(overdue) > self._max_given_up or sum(overdue) > self._max_given_up_bytes:
             logger.warning(
                 "restarting the NIXL mover process: %d reads of %d bytes have not ended", len(overdue), sum(overdue)
             )

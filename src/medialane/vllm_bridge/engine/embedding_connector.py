@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from resource import RUSAGE_THREAD, getrusage
 from typing import Any
 
@@ -39,14 +39,13 @@ from medialane.vllm_bridge.items.arena_tensors import RESOLVER
 from medialane.vllm_bridge.items.features import spec_of, tensor_over
 from medialane.vllm_bridge.seams.encoder_cache import (
     ECConnectorBase,
-    ECConnectorMetadata,
     ECConnectorOutput,
     ECConnectorRole,
     ECConnectorWorkerMetadata,
     Request,
     SchedulerOutput,
+    get_tensor_model_parallel_rank,
     restore_inputs,
-    tensor_parallel_rank,
 )
 
 logger = logging.getLogger(__name__)
@@ -56,12 +55,17 @@ EncoderCache = MutableMapping[str, torch.Tensor]
 
 
 @dataclass
-class Copied:
-    """What one process has done in a step. `unusable` are items for which the encoder cache has no true embedding."""
+class CopyCounts(ECConnectorWorkerMetadata):  # type: ignore[misc]  # vllm is not typed
+    """What the model's processes have done in a step, for the scheduler. `unusable` are items for which the encoder
+    cache has no true embedding."""
 
-    num_saved: int
-    num_failed: int
-    unusable: list[str]
+    num_saved: int = 0
+    num_failed: int = 0
+    unusable: list[str] = field(default_factory=list)
+
+    def aggregate(self, other: CopyCounts) -> CopyCounts:
+        num_saved, num_failed = self.num_saved + other.num_saved, self.num_failed + other.num_failed
+        return CopyCounts(num_saved, num_failed, [*self.unusable, *other.unusable])
 
 
 class EmbeddingCopies:
@@ -73,7 +77,7 @@ class EmbeddingCopies:
         self._directory = directory
         self._saves = saves
         self._fills: dict[str, dict[str, TensorDescriptor]] = {}
-        self._copied = Copied(0, 0, [])
+        self._copied = CopyCounts()
         self._has_logged = False
 
     def begin(self, step: StepEmbeddings) -> None:
@@ -123,10 +127,10 @@ class EmbeddingCopies:
             self._has_logged = True
             self._copied.num_failed += 1
 
-    def take_copied(self) -> Copied | None:
+    def take_copied(self) -> CopyCounts | None:
         """Return what was done since the last call; None if nothing."""
-        copied, self._copied = self._copied, Copied(0, 0, [])
-        return copied if copied != Copied(0, 0, []) else None
+        copied, self._copied = self._copied, CopyCounts()
+        return copied if copied != CopyCounts() else None
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,22 +142,30 @@ def _write(payload: memoryview, where: TensorDescriptor, output: torch.Tensor) -
     tensor_over(where.spec, payload[first : first + where.spec.nbytes]).copy_(output)
 
 
+def _num_preempted() -> int:
+    return getrusage(RUSAGE_THREAD).ru_nivcsw
+
+
 class StepClock:
     """`longest_s` is the longest sum of one step. Calls in which the kernel ran another thread instead are left out:
     how long that lasts depends on the machine's load. Those that wait for something are counted."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, num_preempted: Callable[[], int] = _num_preempted
+    ) -> None:
+        """`num_preempted` returns how often the kernel has run another thread instead of this one."""
+        self._clock, self._num_preempted = clock, num_preempted
         self.longest_s = 0.0
         self._step_s = 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        num_preempted, started = getrusage(RUSAGE_THREAD).ru_nivcsw, time.perf_counter()
+        num_preempted, started = self._num_preempted(), self._clock()
         try:
             yield
         finally:
-            spent = time.perf_counter() - started
-            if getrusage(RUSAGE_THREAD).ru_nivcsw == num_preempted:
+            spent = self._clock() - started
+            if self._num_preempted() == num_preempted:
                 self._step_s += spent
 
     def end_step(self) -> None:
@@ -168,26 +180,7 @@ KEY = "medialane"
 DIRECTORY = "arena_directory"
 
 
-class StepMetadata(ECConnectorMetadata):  # type: ignore[misc]  # vllm is not typed
-    """From the scheduler to the model's processes, in each step."""
-
-    def __init__(self, step: StepEmbeddings) -> None:
-        self.step = step
-
-
-class CopiedMetadata(ECConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the model's processes to the scheduler, after a step in which something was saved or has failed."""
-
-    def __init__(self, copied: Copied) -> None:
-        self.copied = copied
-
-    def aggregate(self, other: CopiedMetadata) -> CopiedMetadata:
-        one, two = self.copied, other.copied
-        unusable = [*one.unusable, *two.unusable]
-        return CopiedMetadata(Copied(one.num_saved + two.num_saved, one.num_failed + two.num_failed, unusable))
-
-
-class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
+class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]  # vllm is not typed
     """Created by vLLM."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
@@ -198,7 +191,7 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
             self.clock = StepClock()
             return
         directory = vllm_config.ec_transfer_config.ec_connector_extra_config[DIRECTORY]
-        self._copies = EmbeddingCopies(RESOLVER.tensor, directory, saves=tensor_parallel_rank() == 0)
+        self._copies = EmbeddingCopies(RESOLVER.tensor, directory, saves=get_tensor_model_parallel_rank() == 0)
         self._cache: dict[str, torch.Tensor] = {}
         self._step = StepEmbeddings()
 
@@ -220,16 +213,15 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
         with self.clock.measure():
             self.schedule.allocated(request.mm_features[index].identifier)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepEmbeddings:
         freed, num_tokens = scheduler_output.free_encoder_mm_hashes, scheduler_output.total_num_scheduled_tokens
         with self.clock.measure():
             step = self.schedule.take_step(freed=freed, runs_model=num_tokens > 0)
         self.clock.end_step()
-        return StepMetadata(step)
+        return step
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        if isinstance(worker_meta := connector_output.ec_connector_worker_meta, CopiedMetadata):
-            done = worker_meta.copied
+        if isinstance(done := connector_output.ec_connector_worker_meta, CopyCounts):
             with self.clock.measure():
                 self.schedule.report(num_saved=done.num_saved, num_failed=done.num_failed, unusable=done.unusable)
 
@@ -243,9 +235,9 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
 
     # In the model's processes
 
-    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: StepEmbeddings) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step = connector_metadata.step
+        self._step = connector_metadata
         self._copies.begin(self._step)
 
     def start_save_caches(self, **kwargs: Any) -> None:
@@ -265,6 +257,5 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
         self._copies.save(self._cache)
         return None, None
 
-    def build_connector_worker_meta(self) -> CopiedMetadata | None:
-        copied = self._copies.take_copied()
-        return None if copied is None else CopiedMetadata(copied)
+    def build_connector_worker_meta(self) -> CopyCounts | None:
+        return self._copies.take_copied()

@@ -20,6 +20,7 @@ from medialane.types.feature import EmbeddingUse, MediaPayload
 from medialane.types.request import EmbeddingCounts, EncoderCard
 from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.vllm_bridge.learned.validation import placeholder_of
+from medialane.vllm_bridge.seams.encoder_cache import ECConnectorMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,9 @@ def _fault(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None
 
 
 @dataclass
-class StepEmbeddings:
-    """What the model's processes do in one step. `fills` are by request, then by mm_hash; those of the requests in
-    `ended` must not be written any more."""
+class StepEmbeddings(ECConnectorMetadata):  # type: ignore[misc]  # vllm is not typed
+    """What the model's processes do in one step, from the scheduler. `fills` are by request, then by mm_hash; those of
+    the requests in `ended` must not be written any more."""
 
     loads: dict[str, TensorDescriptor] = field(default_factory=dict)
     fills: dict[str, dict[str, TensorDescriptor]] = field(default_factory=dict)

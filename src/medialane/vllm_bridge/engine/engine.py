@@ -56,7 +56,6 @@ from medialane.types.request import (
     WorkerRole,
 )
 from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS, Adapters, plain_name
-from medialane.vllm_bridge.engine.engine_cpu import engines_forked_ahead
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import (
@@ -68,12 +67,12 @@ from medialane.vllm_bridge.engine.engine_request import (
 )
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
-from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
+from medialane.vllm_bridge.engine.plugin import PrivateFolder, register, show_vllm_lines
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_tensors import ArenaEncoder
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.settings import processor_settings
-from medialane.vllm_bridge.log_level import show_vllm_lines
+from medialane.vllm_bridge.seams.cpu import engines_forked_ahead
 from medialane.vllm_bridge.seams.encoder_cache import may_span_hosts
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,
@@ -363,7 +362,7 @@ class VllmEngine:
         """Stop EngineCore and its children. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._reader.close()
+            self._reader.sources.close()
             await self.events.close()
             stop_listening(self.llm)
             await asyncio.get_running_loop().run_in_executor(None, self.llm.shutdown)

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from msgspec.structs import astuple
 
 from medialane.runtime.linux import signal_on_parent_death
-from medialane.runtime.phase import Phase, enter_phase, show_phase
 from medialane.types.errors import InvalidFeature
 from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
-from medialane.vllm_bridge.engine.encoder_card import measure
+from medialane.vllm_bridge.engine.engine_embeddings import measure
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.learned.embeds import try_embeds
 from medialane.vllm_bridge.seams import engine_core
@@ -26,20 +25,10 @@ from medialane.vllm_bridge.seams.engine import EngineCoreRequest
 
 T = TypeVar("T")
 
-_REMEDY = (
-    "vLLM measures the memory of the largest request that its settings allow. Smaller limits take less time: after a"
-    """ lone `--`, --limit-mm-per-prompt '{"image": 4, "video": 0}' and --max-model-len 8192, for example;"""
-    " --skip-mm-profiling leaves out the media, --enforce-eager the compilation"
-)
-
-_COMPILE_REMEDY = (
-    "vLLM keeps what it compiles: later starts take less time. --enforce-eager after a lone `--` leaves it out"
-)
-
 
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
-    report_phases()
+    engine_core.report_phases()
     engine_core.use_socket_folder()
     engine_core.change(
         ArenaDecoder,
@@ -58,17 +47,6 @@ def install() -> None:
             "medialane_embeddings": lambda engine: _embeddings(engine, _totals),
             "medialane_drop_fills": lambda engine: _embeddings(engine, lambda c: c.schedule.drop_fills()),
         },
-    )
-
-
-def report_phases() -> None:
-    """Report what the engine does until it is ready, in this process or one forked from it: its log has it in words,
-    and only some. Idempotent."""
-    engine_core.watch(
-        loading=lambda number, total: show_phase(Phase("loading the weights", number, total)),
-        profiling=lambda what: show_phase(Phase(f"profiling{what and f' the largest {what}'}", remedy=_REMEDY)),
-        compiling=lambda: show_phase(Phase("compiling", remedy=_COMPILE_REMEDY)),
-        warming_up=lambda: enter_phase("warming up"),
     )
 
 

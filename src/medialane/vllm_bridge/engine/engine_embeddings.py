@@ -1,22 +1,43 @@
-"""The embeddings of one engine, as its front end sees them: the card of its encoder, readable arenas, counters."""
+"""The embeddings of one engine, as its front end sees them: the card of its encoder, readable arenas, counters.
+
+The card says which encoder an engine has: everything that its embeddings depend on, as a digest. Workers with equal
+digests use each other's embeddings. So the digest includes the weights: the commit of a model of a hub, or samples of
+the files in a folder, which are the same on each host. Reading whole files would take minutes. The samples include
+every tensor: training changes a tensor everywhere, but perhaps only a small one (a projector).
+
+A model's encoder is measured with one small item of each modality, in each process that runs the model. It is a check
+at start, instead of a list of models: the encoder's output must have one row per token of the item's placeholder that
+needs an embedding, and a prompt must have the same rotary positions if the item has only its small fields, which are
+all that an engine gets of an item whose embedding is loaded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO, TypedDict
 
 import msgspec
+import torch
+import transformers
+import vllm
+from huggingface_hub import try_to_load_from_cache
 from vllm.config import ModelConfig, VllmConfig
+from vllm.platforms import current_platform
 
-from medialane.types.errors import GenerationFailed
-from medialane.types.hashing import content_hash
+from medialane.types.errors import GenerationFailed, PreparationFailed
+from medialane.types.hashing import content_hash, digest
 from medialane.types.request import EmbeddingCounts, EncoderCard, WorkerRole
-from medialane.vllm_bridge.engine.encoder_card import UnknownEncoder, encoder_card, weights_version
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
+from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
 from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds
+from medialane.vllm_bridge.learned.settings import describe
+from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -123,3 +144,183 @@ async def accepted_embeds(config: ModelConfig, ask: Ask) -> AcceptedEmbeds | Non
     if accepted["fault"]:
         logger.warning("image_embeds are refused, as the model does not accept them: %s", accepted["fault"])
     return accepted
+
+
+class Measured(TypedDict):
+    """By modality: the width and dtype of embeddings, or why they cannot be kept. Sent as msgpack."""
+
+    widths: dict[str, int]
+    dtypes: dict[str, str]
+    faults: dict[str, str]
+
+
+def measure(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerEncoder) -> Measured:
+    """Return the measurements of this process, which `worker` is. Never raises: an engine works without kept
+    embeddings, and its card says why it keeps none (whatever the model raised, out of memory included)."""
+    measured: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
+    try:
+        encoder = encoder_of(worker)
+        samples = encoder.sample_inputs()
+    except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
+        measured["faults"]["media"] = _reason(error)
+        return measured
+    for modality, sample in samples.items():
+        try:
+            spec = _measured(encoder, modality, sample)
+        except Exception as error:  # noqa: BLE001 - as above
+            measured["faults"][modality] = _reason(error)
+        else:
+            measured["widths"][modality], measured["dtypes"][modality] = spec
+    return measured
+
+
+def _measured(encoder: WorkerEncoder, modality: str, sample: Any) -> tuple[int, str]:
+    """Return width and dtype. Raises PreparationFailed, or whatever the model raises."""
+    (item,), (place,) = sample["mm_kwargs"][modality], sample["mm_placeholders"][modality]
+    small = decode_small_fields(encode_item(item)[0])
+    token_ids = sample["prompt_token_ids"]
+    whole, reduced = (
+        encoder.mrope_positions(token_ids, modality=modality, item=each, place=place) for each in (item, small)
+    )
+    if whole != reduced:
+        raise PreparationFailed("rotary positions depend on the item's large fields")
+    spec = spec_of(encoder.embeddings_of(modality, item))
+    if len(spec.shape) != 2 or spec.shape[0] != place.get_num_embeds():
+        raise PreparationFailed(f"the encoder's output is {spec.shape} for {place.get_num_embeds()} tokens")
+    return spec.shape[1], spec.dtype
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+#: Suffixes of files with weights.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+
+#: Of each file: its beginning, where a safetensors file has names, types and places of its tensors; then samples.
+_HEADER_BYTES = 1 << 20
+
+_SAMPLE_BYTES = 64 << 10
+
+#: In all files together, at least one of each.
+_MAX_SAMPLES = 512
+
+#: Of the middle of each tensor of a safetensors file.
+_TENSOR_BYTES = 4 << 10
+
+#: The format's own limit.
+_MAX_HEADER_BYTES = 100 << 20
+
+
+class UnknownEncoder(Exception):
+    """Embeddings cannot be kept; the message says why."""
+
+
+def encoder_card(config: VllmConfig, measured: Sequence[Measured]) -> EncoderCard:
+    """Return the card of an engine with this configuration, of whose ranks these are the measurements. Reads files.
+
+    Raises UnknownEncoder.
+    """
+    first = measured[0]
+    if any(other != first for other in measured):
+        raise UnknownEncoder(f"the engine's ranks have different encoders: {measured}")
+    dtypes = set(first["dtypes"].values())
+    if len(dtypes) != 1:
+        faults = "; ".join(f"{modality}: {why}" for modality, why in first["faults"].items())
+        raise UnknownEncoder(faults or f"embeddings have the dtypes {sorted(dtypes)}")
+    return EncoderCard(encoder_digest(config), dtypes.pop(), first["widths"])  # type: ignore[arg-type]  # `spec_of`
+
+
+def encoder_digest(config: VllmConfig) -> str:
+    """Return the digest of all that the encoder's output depends on besides the feature. Raises UnknownEncoder."""
+    model, media, parallel = config.model_config, config.model_config.multimodal_config, config.parallel_config
+    settings = {name: str(getattr(media, name)) for name in _media_settings(media)}
+    return digest(
+        {
+            "weights": weights_version(config),
+            "config": _config(model.hf_config),
+            "dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+            "load format": str(config.load_config.load_format),
+            "tensor parallel": parallel.tensor_parallel_size,
+            "compiled": bool(config.compilation_config.compile_mm_encoder),
+            "device": str(current_platform.get_device_name()),
+            "versions": [str(module.__version__) for module in (vllm, torch, transformers)],
+            **settings,
+        }
+    )
+
+
+def _media_settings(media: Any) -> list[str]:
+    """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
+    normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
+    own = [field.name for field in fields(media) if field.name.startswith("mm_encoder_")]
+    return ["mm_device_do_normalize", *(name for name in own if name != "mm_encoder_only")]
+
+
+def _config(hf_config: Any) -> str:
+    settings = {k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    return describe(settings).text
+
+
+def weights_version(config: VllmConfig) -> str:
+    """Return what is equal for equal weights on every host. Raises UnknownEncoder."""
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return f"random {model.seed}"
+    if model.model_weights:
+        raise UnknownEncoder("the version of weights in an object store is unknown")
+    folder = Path(model.model)
+    if folder.is_dir():
+        return digest({"files": _files(folder)})
+    path = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    commit = Path(path).parent.name if isinstance(path, str) else ""
+    if not commit:
+        raise UnknownEncoder("the commit of the model's weights is unknown")
+    return f"{model.model}@{commit}"
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return a digest of samples of each file with weights, by name. Raises UnknownEncoder if there is none."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+    if not paths:
+        raise UnknownEncoder(f"no files with weights in {folder}")
+    try:
+        return {path.name: _sampled(path, max(1, _MAX_SAMPLES // len(paths))) for path in paths}
+    except OSError as error:
+        raise UnknownEncoder(f"the model's weights cannot be read: {error}") from error
+
+
+def _sampled(path: Path, num_samples: int) -> str:
+    """Return a digest of the file's size, its beginning, samples at equal distances, the last at its end, and samples
+    of its tensors."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        parts = [str(size).encode(), file.read(_HEADER_BYTES)]
+        for number in range(1, num_samples + 1):
+            file.seek(max(0, size * number // num_samples - _SAMPLE_BYTES))
+            parts.append(file.read(_SAMPLE_BYTES))
+        for start, end in _tensors(file, size):
+            file.seek(max(start, (start + end - _TENSOR_BYTES) // 2))
+            parts.append(file.read(min(_TENSOR_BYTES, end - start)))
+    return content_hash(b"".join(parts))
+
+
+def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Return where the tensors of a safetensors file are; of another file, nothing."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length < min(size, _MAX_HEADER_BYTES):
+        return []
+    try:
+        header = msgspec.json.decode(file.read(length), type=dict[str, _Tensor])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    places = (tensor.data_offsets for tensor in header.values() if tensor.data_offsets is not None)
+    return sorted((8 + length + start, 8 + length + end) for start, end in places if 0 <= start < end)
+
+
+class _Tensor(msgspec.Struct):
+    """Of a safetensors header; its `__metadata__` has no place."""
+
+    data_offsets: tuple[int, int] | None = None

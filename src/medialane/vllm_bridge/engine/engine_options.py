@@ -18,10 +18,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
-from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.engine import embedding_connector, engine_cpu
+from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
-from medialane.vllm_bridge.seams import encoder_cache
+from medialane.vllm_bridge.seams import cpu, encoder_cache
+from medialane.vllm_bridge.seams.arguments import parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
 #: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
@@ -54,7 +54,7 @@ def engine_args(
     args.kv_events_config = kv_events if role == "worker" else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
     if current_platform.is_cpu() and args.distributed_executor_backend is None and _is_single(args):
-        args.distributed_executor_backend = engine_cpu.QUALIFIED_NAME
+        args.distributed_executor_backend = cpu.QUALIFIED_NAME
     return args
 
 
@@ -78,10 +78,8 @@ def keep_embeddings(
     reason = "--encode-cache off" if wanted == "off" else unfit
     if reason:
         return checked(wanted, reason, role)
-    name = embedding_connector.EmbeddingConnector.__name__
-    extra = {embedding_connector.DIRECTORY: arena_directory}
-    module = embedding_connector.__name__
-    encoder_cache.connect(config, module=module, connector=name, extra=extra, only_encodes=only_encodes)
+    extra = {DIRECTORY: arena_directory}
+    encoder_cache.connect(config, EmbeddingConnector, extra, only_encodes=only_encodes)
     return ""
 
 

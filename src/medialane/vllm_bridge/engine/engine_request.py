@@ -44,7 +44,7 @@ _FOR_CONNECTOR = "ec_transfer_params"
 
 class RequestReader:
     """Reads requests for one engine, and validates what vLLM would trust. `sources` renders those that are processed
-    here. The owner calls `close`."""
+    here; the owner closes it."""
 
     def __init__(
         self, llm: AsyncLLM, profile: ModelProfile | None, arenas: Container[str], embeddings: EngineEmbeddings
@@ -206,9 +206,6 @@ class RequestReader:
         if mapped and len(mapped) == len(datas):
             return ArenaItem(feature.header, mapped, datas)
         return decode_item(feature.header, datas)
-
-    def close(self) -> None:
-        self.sources.close()
 
 
 def has_arena_items(engine_input: Mapping[str, Any]) -> bool:

@@ -51,7 +51,7 @@ MAX_EVENTS_AT_ONCE = 1024
 END = b"\xff" * 8
 
 
-class Published(msgspec.Struct, frozen=True, array_like=True):
+class PublishedBatch(msgspec.Struct, frozen=True, array_like=True):
     """vLLM's KVEventBatch. Unknown fields of events are ignored."""
 
     ts: float
@@ -84,8 +84,9 @@ class KvEventReader:
     and `close`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, silence_s: float = SILENCE_S) -> None:
         self.config = events_config(folder)
+        self._silence_s = silence_s
         self.ranks: list[RankReader] = []
         self._context: zmq.asyncio.Context | None = None
         self._running: list[WatchedTask] = []
@@ -97,7 +98,10 @@ class KvEventReader:
         """
         self._context = zmq.asyncio.Context()
         ordered = [source for _, source in sorted(sources.items())]
-        self.ranks = [RankReader(self._context, rank, source, listener) for rank, source in enumerate(ordered)]
+        self.ranks = [
+            RankReader(self._context, rank, source, listener, silence_s=self._silence_s)
+            for rank, source in enumerate(ordered)
+        ]
         self._running = [WatchedTask(rank.run, f"the reader of KV events of rank {rank.rank}") for rank in self.ranks]
 
     async def close(self) -> None:
@@ -114,13 +118,22 @@ class KvEventReader:
 class RankReader:
     """One rank. `num_lost` counts the losses that a replay could not repair."""
 
-    def __init__(self, context: zmq.asyncio.Context, rank: int, source: KVEventsConfig, listener: Listener) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        rank: int,
+        source: KVEventsConfig,
+        listener: Listener,
+        *,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self.rank = rank
+        self._silence_ms = int(silence_s * 1000)
         self.num_lost = 0
         self._listener = listener
         self._next = 0  # the number of the next batch to apply
         self._last_live = -1
-        self._decoder = msgspec.msgpack.Decoder(Published)
+        self._decoder = msgspec.msgpack.Decoder(PublishedBatch)
         self._num_unanswered = 0
         self._live: zmq.asyncio.Socket = context.socket(zmq.SUB)
         self._replay: zmq.asyncio.Socket = context.socket(zmq.DEALER)
@@ -145,7 +158,7 @@ class RankReader:
         await self._request_replay()
         settled = False
         while True:
-            if settled or await self._live.poll(int(SILENCE_S * 1000)):
+            if settled or await self._live.poll(self._silence_ms):
                 frames = await self._live.recv_multipart()
                 settled = False
                 await self._apply_live(frames)

@@ -11,20 +11,37 @@ A private folder for the sockets of one engine, reaped after a kill.
 vLLM creates its own sockets, and the file through which its processes meet, in the folder for temporary files, and
 leaves those of killed processes there. `enter` makes it create them in ours instead, together with those of its KV
 events. vLLM's processes inherit the variable, so it also shows which of them are ours (`is_entered`).
+
+What vLLM needs of a process that others are forked from, and of its forks: modules that vLLM's front end and EngineCore
+import when they start, rather than when vLLM is imported, the number of threads of torch, and the level of its loggers.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from multiprocessing import parent_process
 from pathlib import Path
+
+import torch
+from vllm import envs
 
 from medialane.observability.logging import configure_child
 from medialane.runtime.linux import hide_memory, show_memory
 from medialane.runtime.private_files import OwnedFolder
-from medialane.vllm_bridge.log_level import show_vllm_lines
+
+logger = logging.getLogger(__name__)
+
+
+def show_vllm_lines(level: str | None = None) -> None:
+    """Have vLLM's lines of at least `level`, by default that of VLLM_LOGGING_LEVEL, written in this process, through
+    our handler (`observability.logging`)."""
+    if not envs.VLLM_CONFIGURE_LOGGING:  # else vLLM has set it
+        logging.getLogger("vllm").setLevel(level or envs.VLLM_LOGGING_LEVEL)
 
 
 def register() -> None:
@@ -40,7 +57,7 @@ def register() -> None:
 
         install()
     if "vllm.distributed.utils" in sys.modules:
-        from medialane.vllm_bridge.engine.engine_cpu import shorten_waits
+        from medialane.vllm_bridge.seams.cpu import shorten_waits
 
         shorten_waits()
 
@@ -96,3 +113,43 @@ class PrivateFolder:
             if self._outer is not None:
                 os.environ[_VARIABLE] = self._outer
         self._folder.close()
+
+
+#: None starts a thread or uses a device. `tests/contract/test_vllm_warm_imports.py` checks it.
+_MODULES = (
+    "medialane.vllm_bridge.seams.cpu",
+    "vllm.renderers.hf",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.triton_utils.dispatcher",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.pool.flash_maxsim",
+    "vllm.transformers_utils.chat_templates",
+    "transformers.tokenization_mistral_common",
+    "einops._torch_specific",
+)
+_OF_CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
+_OF_GPU = ("vllm.v1.worker.gpu_worker",)
+
+_NUM_THREADS = torch.get_num_threads()
+
+
+def warm_imports() -> None:
+    """Import what engines and front ends import when they start. A module that is missing, or cannot be imported on
+    this machine, is left to the process that needs it."""
+    from vllm.platforms import current_platform  # imported lazily, as above
+
+    for name in (*_MODULES, *(_OF_CPU if current_platform.is_cpu() else _OF_GPU)):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            logger.info("%s is not imported ahead: %s", name, error)
+
+
+def set_num_threads(environ: Mapping[str, str]) -> None:
+    """Use as many threads for torch's CPU operations as a process that is started with `environ`: OpenMP reads its
+    variable when it is loaded. Starts none."""
+    number = environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(number) if number.isdecimal() and int(number) else _NUM_THREADS)

@@ -65,8 +65,7 @@ class SourceRenderer:
         self._profile = profile
         self._checker = None if profile is None else profile.checker
         self._model_io = model_io(model_config)
-        self._accepted_embeds: AcceptedEmbeds | None = None
-        self._embeds_reader: EmbedsReader | None = None
+        self._embeds_reader = None if profile is None else EmbedsReader(profile, None)
         self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
         #: The step before vLLM's processor, by stage.
         self._loads: Mapping[StageName, Callable[[MediaPayload, memoryview], Awaitable[Any]]] = {
@@ -76,7 +75,8 @@ class SourceRenderer:
 
     def accept_embeds(self, accepted: AcceptedEmbeds) -> None:
         """Accept embeddings of clients in this form. To be called before requests are rendered."""
-        self._accepted_embeds = accepted
+        if self._profile is not None:
+            self._embeds_reader = EmbedsReader(self._profile, accepted)
 
     async def render(
         self, request: EngineRequest, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
@@ -175,11 +175,8 @@ class SourceRenderer:
         return self._reader().data(modality, items)
 
     def _reader(self) -> EmbedsReader:
-        """Return the reader, created lazily: a text-only model has no processor for it."""
         if self._embeds_reader is None:
-            if self._profile is None:
-                raise PromptRejected("this model does not support media")
-            self._embeds_reader = EmbedsReader(self._profile, self._accepted_embeds)
+            raise PromptRejected("this model does not support media")
         return self._embeds_reader
 
     async def _encoded(self, item: MediaPayload, data: memoryview) -> Any:

@@ -2,6 +2,16 @@
 
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient, encode_params
+from medialane.vllm_bridge.frontend.http_server import serve_http
+from medialane.vllm_bridge.frontend.render import VllmMediaHasher
 from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 
-__all__ = ["CONNECTOR", "Action", "Frontend", "RoutedEngineClient", "encode_params"]
+__all__ = [
+    "CONNECTOR",
+    "Action",
+    "Frontend",
+    "RoutedEngineClient",
+    "VllmMediaHasher",
+    "encode_params",
+    "serve_http",
+]

@@ -5,8 +5,6 @@ Its routes: which one serves a request, who may ask for it, and which are not su
 
 from __future__ import annotations
 
-import logging
-import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
@@ -18,32 +16,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.prepare.processor import Assembler
-from medialane.runtime.stop import Stop
 from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import MedialaneError
-from medialane.types.hashing import MediaHasher, digest
+from medialane.types.hashing import digest
 from medialane.types.media import MODALITIES
-from medialane.vllm_bridge.frontend import (
-    feature_files,
-    generate,
-    pooling_endpoints,
-    prebuilt,
-    render,
-    renderer_hook,
-    speech,
-)
+from medialane.vllm_bridge.frontend import client_features, pooling_endpoints, prebuilt, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
-from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
-from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
-from medialane.vllm_bridge.items.options import check_model_io
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, normalization_of
 from medialane.vllm_bridge.seams.api_server import (
@@ -136,13 +122,14 @@ def _refusal(message: str) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-logger = logging.getLogger(__name__)
+async def _refuse_realtime(websocket: WebSocket) -> None:
+    """Answer the handshake of vLLM's WebSocket for transcription; without a route it would be 403."""
+    message = "transcription in real time is not supported by this gateway: use /v1/audio/transcriptions"
+    error = {"message": message, "type": "NotImplementedError", "param": None, "code": 501}
+    await websocket.send_denial_response(JSONResponse({"error": error}, 501))
 
 
-#: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
-Page = Callable[[Mapping[str, str]], bytes]
-
-#: Serves a request with JSON, from the parameters of its path. Raises MedialaneError.
+#: Serves a request with JSON, from the parameters of its path and query. Raises MedialaneError.
 Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
 #: Returns HTTP status and body.
@@ -192,12 +179,6 @@ class Frontend:
         return bool(self.config.scheduler_config.policy == "priority")
 
     @property
-    def served_model(self) -> str:
-        """The first name under which clients know the model."""
-        served = self.config.model_config.served_model_name
-        return str(served[0] if isinstance(served, list) else served)
-
-    @property
     def takes_media(self) -> bool:
         return self.profile is not None
 
@@ -206,18 +187,6 @@ class Frontend:
         """Maximum number of header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
 
-    def media_hasher(self) -> MediaHasher | None:
-        """Return what computes the hashes of plain vLLM; None for a text-only model."""
-        return None if self.profile is None else VllmMediaHasher(self.profile.processor)
-
-    @property
-    def _has_scale_out(self) -> bool:
-        return bool(self.args.enable_scale_out or self.args.tokens_only)
-
-    def check_media_options(self) -> None:
-        """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
-        check_model_io(self.config.model_config)
-
     async def app(
         self,
         backend: RequestBackend,
@@ -225,7 +194,6 @@ class Frontend:
         outer: Middleware,
         access: Callable[[RouteOf], Middleware],
         inner: Sequence[Middleware],
-        pages: Mapping[str, Page] | None = None,
         actions: Mapping[str, Action] | None = None,
         endpoints: Mapping[str, ASGIApp] | None = None,
         probes: Mapping[str, Probe] | None = None,
@@ -236,17 +204,17 @@ class Frontend:
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
-        an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
-        ("POST /path/{parameter}"), like `endpoints`, which respond themselves or raise MedialaneError; `probes` are
-        those of health, by path, of which `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the
-        workers, by default what a model that generates supports. With `render_only` there are none, and calls that need
-        one are refused. For `render_payload` and `fairness` see `render.install`."""
+        an error recorded in `backend`. `actions` are medialane's, by method and path ("POST /path/{parameter}"), like
+        `endpoints`, which respond themselves or raise MedialaneError; `probes` are those of health, by path, of which
+        `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the workers, by default what a model
+        that generates supports. With `render_only` there are none, and calls that need one are refused. For
+        `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
         tasks, app = self._app(tasks)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
-        validate_in_thread(is_large, VALIDATION)
+        validate_in_thread()
         count_media_tokens_by(expected_num_tokens)
         replace_authentication(app, access)
         app.user_middleware.extend(inner)
@@ -256,12 +224,12 @@ class Frontend:
             return Response(status_code=error.status)  # `inner` gives it the form of its API
 
         app.add_exception_handler(MedialaneError, record_error)
-        _add_routes(app, pages or {}, actions or {}, endpoints or {})
+        _add_routes(app, actions or {}, endpoints or {})
         fairness = fairness or LoopFairness()
         if self.profile is not None:
-            feature_files.install(app, backend, fairness, self._making(self.profile))
+            client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
-        app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
+        app.add_api_websocket_route("/v1/realtime", _refuse_realtime)
         for path, probe in (probes or {}).items():
             _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
@@ -273,26 +241,21 @@ class Frontend:
         if self.is_pooling:
             pooling_endpoints.install(app.state, self.renderer, backend)
         if "transcription" in tasks:
-            speech.install(app.state, backend)
+            renderer_hook.install_speech(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             renderer_hook.install_inline_rendering(self.renderer, backend)
-        self._install_scale_out(app, backend, render_payload, fairness)
+        if self.args.enable_scale_out or self.args.tokens_only:
+            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
+            render.install(app, backend, default=render_payload, fairness=fairness, has_chunks=has_chunks)
+            client_features.serve_generate(app.state, backend, self.profile, fairness)
         client.is_serving = True
         return app
 
-    def _making(self, profile: ModelProfile) -> feature_files.Making:
+    def _making(self, profile: ModelProfile) -> client_features.Making:
         """Return how the values of features are made, for clients."""
         processor = profile.processor
         made_by = {"processor": digest(self.processor_settings)}
         return {modality: {**made_by, **normalization_of(processor, modality)} for modality in MODALITIES}
-
-    def _install_scale_out(
-        self, app: Any, backend: RequestBackend, payload: render.Payload, fairness: LoopFairness
-    ) -> None:
-        if self._has_scale_out:
-            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
-            render.install(app, backend, default=payload, fairness=fairness, has_chunks=has_chunks)
-            generate.install(app.state, backend, self.profile, fairness)
 
     def _app(self, tasks: tuple[str, ...] | None) -> tuple[tuple[str, ...], Any]:
         """Return the tasks, and vLLM's app for them."""
@@ -303,38 +266,8 @@ class Frontend:
             raise ValueError("the tasks of a model for pooling are those of its workers")
         return tasks, prebuilt.routes_of(self.args, self.config, tasks)
 
-    async def serve(
-        self,
-        app: Any,
-        sock: socket.socket,
-        stop: Stop,
-        *,
-        drain_timeout_s: float,
-        give_up: Callable[[], None],
-        server_of: ServerFactory,
-        logs_requests: bool = True,
-    ) -> None:
-        """See `serve_http`."""
-        await serve_http(
-            app,
-            self.args,
-            sock,
-            stop,
-            drain_timeout_s=drain_timeout_s,
-            give_up=give_up,
-            server_of=server_of,
-            logs_requests=logs_requests,
-        )
 
-
-RouteHandler = Callable[[Request], Awaitable[Response]]
-
-
-def _add_routes(
-    app: Any, pages: Mapping[str, Page], actions: Mapping[str, Action], endpoints: Mapping[str, ASGIApp]
-) -> None:
-    for path, page in pages.items():
-        app.add_api_route(path, _page_handler(page), **_described(page))
+def _add_routes(app: Any, actions: Mapping[str, Action], endpoints: Mapping[str, ASGIApp]) -> None:
     for route, action in actions.items():
         method, _, path = route.partition(" ")
         summary = (action.__doc__ or "").partition("\n")[0]
@@ -344,16 +277,10 @@ def _add_routes(
         app.router.routes.append(Route(path, endpoint, methods=[method], include_in_schema=False))
 
 
-def _page_handler(page: Page) -> RouteHandler:
+def _action_handler(action: Action) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
-        return Response(page(request.query_params), media_type="application/json")
-
-    return respond
-
-
-def _action_handler(action: Action) -> RouteHandler:
-    async def respond(request: Request) -> Response:
-        return Response(await action(request.path_params), media_type="application/json")
+        body = await action({**request.query_params, **request.path_params})
+        return Response(body, media_type="application/json")
 
     return respond
 
@@ -374,39 +301,12 @@ def _list_models_while_ready(app: Any, backend: Generation) -> None:
     for readiness, which it is with plain vLLM."""
     for route in app.routes:
         if isinstance(route, Route) and route.path == "/v1/models":
-            route.app = _WhileReady(backend, route.app)
+            route.app = _while_ready(backend, route.app)
 
 
-class _WhileReady:
-    def __init__(self, backend: Generation, app: ASGIApp) -> None:
-        self._backend = backend
-        self._app = app
+def _while_ready(backend: Generation, app: ASGIApp) -> ASGIApp:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        backend.check_ready()
+        await app(scope, receive, send)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self._backend.check_ready()
-        await self._app(scope, receive, send)
-
-
-def _described(page: Page) -> dict[str, Any]:
-    """Return the page's entry in the app's OpenAPI document."""
-    return {
-        "methods": ["GET"],
-        "summary": (page.__doc__ or "").partition("\n")[0],
-        "tags": ["medialane"],
-        "response_class": JSONResponse,
-        "responses": {
-            400: {"description": "A parameter is wrong"},
-            401: {"description": "The key is missing"},
-            403: {"description": "The admin key is needed"},
-        },
-        "openapi_extra": {
-            "parameters": [
-                {
-                    "name": "limit",
-                    "in": "query",
-                    "required": False,
-                    "schema": {"type": "integer", "minimum": 1, "default": 100},
-                }
-            ]
-        },
-    }
+    return answer

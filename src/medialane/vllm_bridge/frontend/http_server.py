@@ -18,7 +18,7 @@ from vllm import envs
 
 from medialane.runtime.stop import GIVE_UP_S, Stop, serve_until_stopped
 from medialane.types.errors import StartupFailed
-from medialane.vllm_bridge.log_level import show_vllm_lines
+from medialane.vllm_bridge.engine.plugin import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,
     configure_logging_from_args,
@@ -110,20 +110,16 @@ async def serve_http(
     config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, logs_requests=logs_requests)
     server = server_of(config)
     app.state.server = server  # vLLM's error handlers use it
-    refresher = _refresher(config, args)
+    refresher = None
+    if args.enable_ssl_refresh:
+        refresher = SSLCertRefresher(
+            ssl_context=config.ssl,
+            key_path=config.ssl_keyfile,
+            cert_path=config.ssl_certfile,
+            ca_path=config.ssl_ca_certs,
+        )
     try:
         await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_timeout_s, give_up=give_up)
     finally:
         if refresher is not None:
             refresher.stop()
-
-
-def _refresher(config: uvicorn.Config, args: Namespace) -> Any:
-    if not args.enable_ssl_refresh:
-        return None
-    return SSLCertRefresher(
-        ssl_context=config.ssl,
-        key_path=config.ssl_keyfile,
-        cert_path=config.ssl_certfile,
-        ca_path=config.ssl_ca_certs,
-    )

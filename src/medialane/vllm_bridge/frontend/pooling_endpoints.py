@@ -21,7 +21,7 @@ import asyncio
 import contextvars
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,14 +36,9 @@ from medialane.vllm_bridge.frontend.request_backend import MediaReferences
 from medialane.vllm_bridge.seams.api_server import (
     PoolingIOProcessor,
     RerankRequest,
-    build_by,
+    change_pooling,
     has_io_processor,
-    io_processors_of,
-    postprocess_by,
-    render_by,
     rendering_executor,
-    rendering_with,
-    servings_of,
 )
 
 #: Encoded in 3 ms.
@@ -124,11 +119,14 @@ def check_supported(config: VllmConfig) -> None:
 
 def install(state: State, renderer: BaseRenderer, backend: MediaReferences) -> None:
     """Change the endpoints of the app with this state."""
-    for serving in servings_of(state):
-        build_by(serving, built_in_pieces)
-        postprocess_by(serving, lambda postprocess: _Responses(postprocess, backend).build)
-        for io_processor in io_processors_of(serving):
-            render_by(io_processor, _AsyncRendering(io_processor, renderer).render)
+    executor = rendering_executor(renderer)
+    change_pooling(
+        state,
+        _DeferringRenderer(renderer),
+        build=built_in_pieces,
+        respond=lambda postprocess: _Responses(postprocess, backend).build,
+        render=lambda render: _AsyncRendering(executor, render).render,
+    )
 
 
 class _DeferringRenderer:
@@ -161,9 +159,9 @@ class _DeferringRenderer:
 class _AsyncRendering:
     """Replaces `render_async` of one of vLLM's IO processors."""
 
-    def __init__(self, io_processor: PoolingIOProcessor, renderer: BaseRenderer) -> None:
-        self._executor = rendering_executor(renderer)
-        self._render = rendering_with(io_processor, _DeferringRenderer(renderer))
+    def __init__(self, executor: Executor, render: Callable[..., Any]) -> None:
+        self._executor = executor
+        self._render = render
 
     async def render(self, params: Mapping[str, Any]) -> Any:
         # The thread needs the request's scope, to resolve the media of a query or document.

@@ -27,16 +27,20 @@ from medialane.types.errors import InvalidFeature, PromptRejected, StartupFailed
 from medialane.types.feature import Feature, PlaceholderRange
 from medialane.types.media import Modality
 from medialane.types.stage import StageName
-from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.engine.plugin import show_vllm_lines
 from medialane.vllm_bridge.frontend import pooling_endpoints, render
-from medialane.vllm_bridge.frontend.fail_fast import failing_fast
 from medialane.vllm_bridge.frontend.http_server import check_http
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.processor_factory import one_thread
 from medialane.vllm_bridge.learned.settings import processor_settings
-from medialane.vllm_bridge.log_level import show_vllm_lines
-from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built, validate_api_server_args
+from medialane.vllm_bridge.seams.api_server import (
+    build_app,
+    failing_fast,
+    middleware_stack_not_built,
+    validate_api_server_args,
+)
+from medialane.vllm_bridge.seams.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import processor_of, without_media_warm_up
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,15 @@ encode that as JSON, on the event loop: tens of megabytes for four images. Here 
   requests, so that nothing is copied as a whole and the event loop is never blocked;
 * *the tokens of a long prompt* likewise;
 * *references* are those by which the backend knows the features.
+
+The hashes of plain vLLM, for routers that ask for them (`VllmMediaHasher`).
+
+Theory of operation. vLLM hashes an item as its loader has returned it, with the request's options for media and
+processor. What of it is hashed depends on the modality (`vllm/multimodal/hasher.py`): of an image the encoded bytes,
+and the decode settings if its pixels were converted; of a video the encoded bytes and the sampler's metadata, or the
+frames if these are smaller; of audio the samples, resampled to the model's rate; of images in vision chunks the pixels.
+So vLLM's own function runs over stand-ins: an image without pixels, frames that have a shape and no memory. Only where
+it reads pixels or samples must the item be decoded.
 """
 
 from __future__ import annotations
@@ -17,27 +26,36 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
+from math import prod
 from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
 import pybase64
+from PIL import Image as PILImage
 from starlette.routing import Route
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.runtime.tasks import LoopFairness
-from medialane.types.errors import FeatureUnsupported
-from medialane.types.feature import PreparedPrompt
+from medialane.types.errors import FeatureUnsupported, InvalidRequest
+from medialane.types.feature import MediaPrompt, PreparedPrompt
+from medialane.types.hashing import DecodedItem, EncodedItem, HashedItem
+from medialane.types.media import AudioSamples, FrameBatch, MediaRef
+from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.prepared_input import PreparedItems
+from medialane.vllm_bridge.seams.multimodal import encoded_image, hashed_video, mm_hashes, video_backend
 from medialane.vllm_bridge.seams.scale_out import (
     RENDER,
     Buffer,
+    RenderServing,
     accept_payloads,
     encoded_item,
     metadata_of,
     render_by,
 )
-from medialane.vllm_bridge.seams.vision_chunk import name_for_engine
+from medialane.vllm_bridge.seams.vision_chunk import name_for_engine, takes_chunks
 
 #: What an answer has of its media items. The first two are vLLM's.
 Payload = Literal["tensors", "none", "references"]
@@ -81,19 +99,34 @@ def install(
 ) -> None:
     """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none. With
     `has_chunks`, vLLM's own name for the model's images is `vision_chunk`."""
-    render_by(app.state, _Hooks(default, has_chunks=has_chunks))
+    render_by(app.state, lambda own: _Rendering(own, default, has_chunks=has_chunks))
+
+    def answering(endpoint: Any) -> Any:
+        """Return an ASGI app that sends the answers of `endpoint` by a `RenderAnswer`."""
+
+        async def answer(scope: Any, receive: Any, send: Send) -> None:
+            rendered = RenderAnswer(backend, fairness, send)
+            token = _CURRENT.set(rendered)
+            try:
+                await endpoint(scope, receive, rendered.send)
+            finally:
+                _CURRENT.reset(token)
+
+        return answer
+
     routes = app.router.routes
     rendering = [route for route in routes if isinstance(route, Route) and route.path.endswith(RENDER)]
     for route in rendering:
-        route.app = _Answering(route.app, backend, fairness)
+        route.app = answering(route.app)
     # The first ones: each before them costs a request a regular expression, twice, which is a tenth of a render's time.
     routes[:] = [*rendering, *(route for route in routes if route not in rendering)]
 
 
-class _Hooks:
-    """What vLLM's handlers call for the current answer (a `RenderHooks`)."""
+class _Rendering(RenderServing):
+    """vLLM's handlers, which call these methods for the current answer."""
 
-    def __init__(self, default: Payload, *, has_chunks: bool) -> None:
+    def __init__(self, own: Any, default: Payload, *, has_chunks: bool) -> None:
+        super().__init__(own)
         self._default = default
         self._has_chunks = has_chunks
 
@@ -110,23 +143,6 @@ class _Hooks:
 
     def shorten(self, rendered: Any) -> None:
         _CURRENT.get().shorten(rendered)
-
-
-class _Answering:
-    """An ASGI app that sends the answers of `app` by a `RenderAnswer`."""
-
-    def __init__(self, app: Any, backend: RequestBackend, fairness: LoopFairness) -> None:
-        self._app = app
-        self._backend = backend
-        self._fairness = fairness
-
-    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        answer = RenderAnswer(self._backend, self._fairness, send)
-        token = _CURRENT.set(answer)
-        try:
-            await self._app(scope, receive, answer.send)
-        finally:
-            _CURRENT.reset(token)
 
 
 class RenderAnswer:
@@ -269,3 +285,81 @@ def cut(buffers: Sequence[Buffer]) -> Iterator[bytearray]:
                 piece = bytearray()
     if piece:
         yield piece
+
+
+#: What vLLM's image loader hashes with the bytes of an image that it has converted; we have its defaults.
+_CONVERTED = {"image_mode": "RGB", "rgba_background_color": (255, 255, 255)}
+
+#: Loaders whose metadata have the encoded video as their last member, which we leave out (`frame_sampler`).
+_WITH_VIDEO = ("nemotron_vl",)
+
+_Mapping = dict[str, Any]
+
+
+class HashFactors(msgspec.Struct, frozen=True):
+    """`MediaPrompt.hash_factors`: what vLLM hashes with each item, in the order of the client's JSON."""
+
+    options: Mapping[str, object] = {}
+    io: Mapping[str, Mapping[str, object]] = {}
+
+
+class VllmMediaHasher:
+    """Implements `types.hashing.MediaHasher`: hashes as the engines of `processor`'s model do."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._processor = processor
+        self._takes_chunks = takes_chunks(processor)
+        self._adds_video = video_backend(processor.info.ctx.model_config) in _WITH_VIDEO
+
+    def needs_decoding(self, item: EncodedItem) -> bool:
+        if item.ref.modality == "video":
+            return prod(_shape(item)) < len(item.data)
+        return item.ref.modality == "audio" or self._takes_chunks
+
+    def hashes(self, prompt: MediaPrompt, items: Sequence[HashedItem]) -> list[str]:
+        factors = msgspec.json.decode(prompt.hash_factors, type=HashFactors)
+        by_modality: dict[str, list[Any]] = {}
+        uuids: dict[str, list[str | None]] = {}
+        for ref, item in zip(prompt.items, items, strict=True):
+            by_modality.setdefault(ref.modality, []).append(self._item(item))
+            uuids.setdefault(ref.modality, []).append(None if ref.alias is None else ref.alias.uuid)
+        if self._takes_chunks:
+            by_modality, uuids = name_for_engine(by_modality), name_for_engine(uuids)
+        try:
+            hashes = mm_hashes(self._processor, by_modality, uuids, options=factors.options, io=factors.io)
+        except (ValueError, TypeError, LookupError) as error:
+            if (fault := engine_fault(error)) is not None:
+                raise fault from error
+            raise InvalidRequest("the model's processor rejected the options", param="mm_processor_kwargs") from error
+        of_each = {modality: iter(each) for modality, each in hashes.items()}
+        engine_name = {"image": next(iter(of_each))} if self._takes_chunks else {}
+        return [next(of_each[engine_name.get(ref.modality, ref.modality)]) for ref in prompt.items]
+
+    def _item(self, item: HashedItem) -> Any:
+        """Return the item as vLLM's parser would pass it to its hasher."""
+        if isinstance(item, MediaRef):
+            return None
+        if isinstance(item, DecodedItem):
+            return self._decoded(item)
+        if item.ref.modality == "video":
+            frames = np.broadcast_to(np.uint8(0), _shape(item))
+            return hashed_video(item.data, frames, self._metadata(item.size.metadata, item))
+        return encoded_image(item.data, io_config=None if item.is_rgb else _CONVERTED)
+
+    def _decoded(self, item: DecodedItem) -> Any:
+        media = item.media
+        if isinstance(media, AudioSamples):
+            parsed = self._processor.info.parse_mm_data({"audio": [(media.samples, media.sample_rate)]})
+            return parsed["audio"].get_item_for_hash(0)
+        if isinstance(media, FrameBatch):
+            return hashed_video(item.data, media.frames, self._metadata(media.metadata, item))
+        return {"type": "image", "image": PILImage.fromarray(media.pixels), "uuid": None}
+
+    def _metadata(self, metadata: bytes, item: EncodedItem | DecodedItem) -> _Mapping:
+        decoded = msgspec.json.decode(metadata, type=_Mapping)
+        return {**decoded, "original_video_bytes": item.data} if self._adds_video else decoded
+
+
+def _shape(item: EncodedItem) -> tuple[int, ...]:
+    size = item.size
+    return size.num_frames, size.height, size.width, 3

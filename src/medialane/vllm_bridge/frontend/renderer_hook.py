@@ -6,6 +6,11 @@ prepare all of them at once. Items for which vLLM fetches nothing (embeddings, m
 second call as None with a uuid, which intake has replaced by the reference. The first seam is public (a registry), the
 second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
 
+*Speech.* vLLM's handlers of transcriptions decode an upload in the server's process, and cut long audio into clips at
+quiet places. Intake has replaced the upload by a reference. The store decodes it, in a sandboxed process, at the
+model's sample rate, and vLLM's own code gets the result as a file of the exact samples, written by us: it cuts it
+into clips, each of which becomes a media item of the model's prompt.
+
 Short prompts are rendered on the event loop instead of the renderer's thread (`install_inline_rendering`).
 
 vLLM applies the chat template and tokenizes in a thread. For a short prompt each takes about 0.1 ms, less than the
@@ -30,6 +35,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
@@ -39,21 +45,24 @@ from medialane.types.errors import (
     EmptyMedia,
     InvalidMediaUrl,
     InvalidRequest,
+    InvalidUpload,
     MedialaneError,
     PromptTooLong,
+    TooLarge,
     TooManyMediaItems,
     UnknownMediaUuid,
+    UnsupportedMediaType,
 )
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaRef, Modality
-from medialane.vllm_bridge.frontend.render import current_answer
+from medialane.vllm_bridge.frontend.render import HashFactors, current_answer
 from medialane.vllm_bridge.frontend.request_backend import Generation, MediaReferences, RequestBackend
-from medialane.vllm_bridge.items.media_hash import HashFactors
 from medialane.vllm_bridge.items.mistral_chat import tokenizes_blanks
 from medialane.vllm_bridge.items.options import check_options, check_processor_options, final_io, item_options, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
+from medialane.vllm_bridge.seams.api_server import ToClips, decode_speech_by
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,
     prepare_media_by,
@@ -320,3 +329,34 @@ def expected_sample_rate(processor: BaseMultiModalProcessor) -> int:
     takes no audio, or any rate."""
     resampler = processor.info.get_data_parser().audio_resampler
     return round(resampler.target_sr or 16_000)
+
+
+def install_speech(app_state: Any, backend: RequestBackend) -> None:
+    """Have `backend` decode the uploads of the app's speech endpoints: transcription and translation."""
+
+    def wrap(to_clips: ToClips, sample_rate: float) -> ToClips:
+        async def decoded_by_store(upload: bytes) -> Any:
+            url = upload.decode("ascii", "replace")  # not a reference if intake could not parse the form
+            with remembered_errors(backend):
+                _check_size(backend.resolve(url))
+                wave = await _decoded(backend, url, round(sample_rate))
+            return await to_clips(wave)
+
+        return decoded_by_store
+
+    decode_speech_by(app_state, wrap)
+
+
+async def _decoded(backend: MediaReferences, url: str, sample_rate: int) -> bytes:
+    """Raises InvalidUpload where the media of a chat get another status."""
+    try:
+        return await backend.decode_audio(url, sample_rate)
+    except (TooLarge, UnsupportedMediaType) as error:
+        raise InvalidUpload(error.message, param=error.param) from error
+
+
+def _check_size(ref: MediaRef) -> None:
+    """Apply vLLM's limit, which its own check has compared with the size of the reference."""
+    limit = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB << 20
+    if len(ref.data or b"") > limit:
+        raise InvalidUpload(f"the file has {len(ref.data or b'')} bytes, more than {limit}", param=ref.param)

@@ -68,6 +68,18 @@ class CudaRuntime(Protocol):
     def cudaGetErrorString(self, error: SupportsInt) -> str: ...  # noqa: N802 - likewise
 
 
+class Cuda(Protocol):
+    """What is used of `torch.cuda`."""
+
+    def is_initialized(self) -> bool: ...
+
+    def cudart(self) -> CudaRuntime: ...
+
+    def current_device(self) -> int: ...
+
+    def set_device(self, device: int) -> None: ...
+
+
 class PinnedMemory:
     """A mapping that is registered, being registered, or was refused. The owner calls `release` before it unmaps it."""
 
@@ -104,13 +116,12 @@ class PinnedMemory:
         logger.info("the arena (%s) is pinned: the GPU reads features from it (took %.1f s)", size, seconds)
 
 
-def pinned(memory: memoryview) -> PinnedMemory | None:
+def pinned(memory: memoryview, cuda: Cuda) -> PinnedMemory | None:
     """Have a mapping registered; None if this process does not use CUDA. If CUDA refuses, that is logged, and tensors
     are copied once more."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+    if not cuda.is_initialized():
         return None
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
-    return PinnedMemory(memory, runtime, partial(torch.cuda.set_device, torch.cuda.current_device()))
+    return PinnedMemory(memory, cuda.cudart(), partial(cuda.set_device, cuda.current_device()))
 
 
 #: The only key of an item that is sent as a `WireItem`. No model has a field of this name.
@@ -137,7 +148,8 @@ class ArenaResolver:
     update is a single dict operation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Cuda = torch.cuda) -> None:
+        self._cuda = cuda
         self._views: dict[str, ArenaView] = {}
         self._pinned: dict[str, PinnedMemory] = {}
         self._refused: dict[str, None] = {}
@@ -151,7 +163,7 @@ class ArenaResolver:
         except HandoverFailed as error:
             logger.warning("EngineCore cannot map the arena: %s", error.message)
             return False
-        if pin and (registered := pinned(view.memory)) is not None:
+        if pin and (registered := pinned(view.memory, self._cuda)) is not None:
             self._pinned[arena] = registered
         return True
 

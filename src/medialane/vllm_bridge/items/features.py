@@ -128,7 +128,7 @@ def without_values(header: bytes, names: Collection[str]) -> bytes:
 
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:
     """Rebuild an item over these bytes, without a copy. Raises InvalidFeature if they do not match the header."""
-    return _rebuild(header, lambda large: _large_over(large, tensors))
+    return _rebuild(header, lambda large: tensor_over(large.spec, _bytes_of(large, tensors)))
 
 
 def check_tensors(header: bytes, tensors: Sequence[memoryview]) -> None:
@@ -247,10 +247,6 @@ def _nested(value: Value, large: Callable[[LargeTensor], torch.Tensor]) -> Any:
     if isinstance(value, Scalar):
         return value.value
     return [_nested(inner, large) for inner in value.items]
-
-
-def _large_over(large: LargeTensor, tensors: Sequence[memoryview]) -> torch.Tensor:
-    return tensor_over(large.spec, _bytes_of(large, tensors))
 
 
 def _bytes_of(large: LargeTensor, tensors: Sequence[memoryview]) -> memoryview:

@@ -37,10 +37,11 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.prepare.processor import ProcessedItem
 from medialane.types.errors import FeatureUnsupported
-from medialane.types.feature import MAX_HEADER_BYTES, MediaPayload
+from medialane.types.feature import MAX_HEADER_BYTES, MediaPayload, PlaceholderRange
 from medialane.types.media import MediaSize, Modality
 from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item_without_tensors, encode_item
-from medialane.vllm_bridge.seams.multimodal import fields_config, prompt_updates
+from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
+from medialane.vllm_bridge.seams.multimodal import fields_config, find_placeholders, prompt_updates
 from medialane.vllm_bridge.seams.stand_ins import has_stand_in, stand_ins_like
 
 #: The options of a request that has none.
@@ -181,6 +182,10 @@ class PlaceholderLayout(NamedTuple):
     updates: Mapping[str, Sequence[Sequence[Any]]]
     nbytes: int
 
+    def copied_updates(self) -> dict[str, list[list[Any]]]:
+        """Return new lists, which a family may modify (Qwen-Omni does for the audio of a video); updates are frozen."""
+        return {modality: [list(updates) for updates in items] for modality, items in self.updates.items()}
+
 
 class PlaceholderLayouts:
     """The layouts of one processor. Not thread-safe."""
@@ -213,6 +218,29 @@ class PlaceholderLayouts:
                 self._cache[key] = layout
         return layout
 
+    def placements(
+        self,
+        token_ids: list[int],
+        media: Sequence[PlaceholderSource],
+        ranges: Sequence[PlaceholderRange],
+        layout: PlaceholderLayout,
+    ) -> list[PlaceholderRange | None]:
+        """Return the ranges of these items with the masks of the model's own placeholders; None for each where the
+        prompt has other tokens. The family's own search is used for those that modify an update's tokens in the prompt
+        (Gemma-3's newlines)."""
+        updates = {modality: iter(items) for modality, items in layout.updates.items()}
+        placed = [_at(token_ids, place, next(updates[one.modality])) for one, place in zip(media, ranges, strict=True)]
+        if all(placed):
+            return placed
+        located = find_placeholders(self._processor, token_ids, layout.copied_updates())
+        found = {m: iter([from_vllm_range(place.to_range()) for place in places]) for m, places in located.items()}
+        searched = [next(found.get(one.modality, iter(())), None) for one in media]
+        return [
+            one
+            or (other if other is not None and (other.offset, other.length) == (given.offset, given.length) else None)
+            for one, other, given in zip(placed, searched, ranges, strict=True)
+        ]
+
 
 def layout_of(
     processor: BaseMultiModalProcessor,
@@ -232,6 +260,17 @@ def layout_of(
     num_tokens = sum(len(u.content.full) for items in updates.values() for item in items for u in item)
     nbytes = num_tokens * _TOKEN_BYTES + sum(len(one.header) + len(one.size.metadata) for one in media)
     return PlaceholderLayout(data, kwargs, updates, nbytes)
+
+
+def _is_at(place: PlaceholderRange, given: PlaceholderRange) -> bool:
+    return (place.offset, place.length) == (given.offset, given.length)
+
+
+def _at(token_ids: list[int], given: PlaceholderRange, updates: Sequence[Any]) -> PlaceholderRange | None:
+    """Return the range with the mask of the update whose tokens are there; None if there is none."""
+    there = token_ids[given.offset : given.end]
+    content = next((update.content for update in updates if update.content.full == there), None)
+    return None if content is None else PlaceholderRange(given.offset, given.length, embed_mask(content))
 
 
 def _equally_known(items: Sequence[MultiModalKwargsItem]) -> list[MultiModalKwargsItem]:

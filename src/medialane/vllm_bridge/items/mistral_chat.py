@@ -19,7 +19,7 @@ import logging
 import wave
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -89,41 +89,35 @@ def expand_marks(processor: BaseMultiModalProcessor) -> None:
     by_modality = {m: _mark(processor, tokenizer, m) for m in _SMALLEST if m in accepted_modalities(processor)}
     marks = {modality: mark for modality, mark in by_modality.items() if mark}
     if marks:
-        expand_before_updates(processor, BlankPlaceholders(processor, marks).expand)
+        expand_before_updates(processor, partial(_expanded, processor, marks))
     if missing := sorted(by_modality.keys() - marks):
         logger.warning("the placeholders of %s in this model's chats are not known: they are left as they are", missing)
 
 
-class BlankPlaceholders:
-    """The placeholder tokens of the blanks of one model, by modality."""
+def _expanded(
+    processor: BaseMultiModalProcessor, marks: Mapping[Any, list[int]], token_ids: list[int], updates: Updates
+) -> list[int]:
+    """Return the prompt with the placeholders of its items instead of `marks`, those of the blanks by modality;
+    unchanged if it has them already.
 
-    def __init__(self, processor: BaseMultiModalProcessor, marks: Mapping[Any, list[int]]) -> None:
-        self._processor = processor
-        self._marks = marks
-
-    def expand(self, token_ids: list[int], updates: Updates) -> list[int]:
-        """Return the prompt with the placeholders of its items instead of marks; unchanged if it has them already.
-
-        Raises ValueError if the prompt has not as many marks as items.
-        """
-        expanded_already = find_placeholders(self._processor, token_ids, updates)
-        if all(len(expanded_already.get(modality, ())) == len(items) for modality, items in updates.items()):
-            return token_ids
-        wanted = {modality: items for modality, items in updates.items() if modality in self._marks}
-        places = {modality: list(_places(token_ids, self._marks[modality])) for modality in wanted}
-        for modality, items in wanted.items():
-            if len(places[modality]) != len(items):
-                raise ValueError(
-                    f"the prompt has {len(places[modality])} placeholders for {len(items)} {modality} items"
-                )
-        contents = {modality: iter([item[0].content.full for item in items]) for modality, items in wanted.items()}
-        expanded: list[int] = []
-        done = 0
-        for place, modality in sorted((place, modality) for modality, starts in places.items() for place in starts):
-            expanded += token_ids[done:place]
-            expanded += next(contents[modality])
-            done = place + len(self._marks[modality])
-        return expanded + token_ids[done:]
+    Raises ValueError if the prompt has not as many marks as items.
+    """
+    expanded_already = find_placeholders(processor, token_ids, updates)
+    if all(len(expanded_already.get(modality, ())) == len(items) for modality, items in updates.items()):
+        return token_ids
+    wanted = {modality: items for modality, items in updates.items() if modality in marks}
+    places = {modality: list(_places(token_ids, marks[modality])) for modality in wanted}
+    for modality, items in wanted.items():
+        if len(places[modality]) != len(items):
+            raise ValueError(f"the prompt has {len(places[modality])} placeholders for {len(items)} {modality} items")
+    contents = {modality: iter([item[0].content.full for item in items]) for modality, items in wanted.items()}
+    expanded: list[int] = []
+    done = 0
+    for place, modality in sorted((place, modality) for modality, starts in places.items() for place in starts):
+        expanded += token_ids[done:place]
+        expanded += next(contents[modality])
+        done = place + len(marks[modality])
+    return expanded + token_ids[done:]
 
 
 def with_blanks(messages: Sequence[Any]) -> list[Any]:

@@ -231,7 +231,7 @@ _DECODERS = ("hw_decoders", "pool_size", "timeout_sec", "device", "num_ffmpeg_th
 def model_io(model_config: ModelConfig) -> IoOptions:
     """Return the operator's options (`--media-io-kwargs`), by modality."""
     config = model_config.multimodal_config
-    return {} if config is None else config.media_io_kwargs
+    return {} if config is None else config.media_io_kwargs or {}
 
 
 def check_model_io(model_config: ModelConfig) -> None:

@@ -10,15 +10,13 @@ Samples the same frames of a video as vLLM (implements `media.FrameSampler`).
 Theory of operation. Each family has its own sampler in vLLM, a loader class that computes frame numbers from the
 decoder's metadata of the file, has them read, and describes them in its own metadata. The loader that vLLM would choose
 does all of that here too, with one step replaced: the decode function, which loaders look up at each call, is replaced
-for the duration of the call by one over our `Video`. Loaders that read OpenCV's capture themselves (GLM-5) keep
-vLLM's decoder, as do frames to be recovered from a damaged file. A preparer has one thread, so no other code sees the
-replacement; `tests/contract/test_video_exactness.py` pins it.
+for the duration of the call by one over our `Video`; loaders that read OpenCV's capture themselves (GLM-5) keep vLLM's.
+A preparer has one thread, so no other code sees the replacement; `tests/contract/test_video_exactness.py` pins it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -30,24 +28,18 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.prepare.processor import ProcessedItem
-from medialane.types.errors import FeatureUnsupported, InvalidRequest, InvalidVideo, PreparationFailed, TooManyFrames
+from medialane.types.errors import FeatureUnsupported, InvalidRequest, InvalidVideo, PreparationFailed
 from medialane.types.media import MODALITIES, AudioSamples, Decoded, FrameBatch, Image, MediaSize, Video
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, HeaderWriter, decode_options
+from medialane.vllm_bridge.items.options import model_io
 from medialane.vllm_bridge.seams.multimodal import (
     OpenCVError,
-    VideoLoader,
-    VideoSourceMetadata,
-    VideoTargetMetadata,
     decodes_on_gpu,
-    decoding_by,
     fields_config,
-    has_own_reader,
-    load_video,
+    load_frames,
     run_hf_processor,
-    source_for,
     video_backend,
-    vllm_decode,
 )
 
 #: Sizes of the images with which the two input formats of the model's processor are compared.
@@ -150,7 +142,7 @@ class VllmFrameSampler:
     """
 
     def __init__(self, model_config: Any, *, max_sampled_frames: int = 768) -> None:
-        given = (model_config.multimodal_config and model_config.multimodal_config.media_io_kwargs) or {}
+        given = model_io(model_config)
         self._own: dict[str, Any] = dict(given.get("video") or {})
         self._image: dict[str, Any] = dict(given.get("image") or {})
         self._backend = video_backend(model_config)
@@ -174,8 +166,7 @@ class VllmFrameSampler:
         if bytes(video.data[:4]) == _JPEG_LIST_START:
             frames, metadata = media_io.load_base64("video/jpeg", str(video.data, "ascii")).media
         else:
-            with _decoding_with(video, self._max_sampled_frames):
-                frames, metadata = load_video(media_io, b"")
+            frames, metadata = load_frames(media_io, video, self._max_sampled_frames)
         return frames, metadata
 
     def _media_io(self, options: dict[str, Any]) -> Any:
@@ -198,31 +189,3 @@ def _plain(value: object) -> object:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a sampler's metadata has a {type(value).__name__}")
-
-
-# vLLM's decoder, replaced
-
-
-def _decoding_with(video: Video, max_frames: int) -> AbstractContextManager[None]:
-    """Make vLLM's loaders read `video` within this context, ignoring the bytes passed to them."""
-
-    def decode(
-        loader: type[VideoLoader],
-        _data: bytes,
-        target: VideoTargetMetadata,
-        sampling: dict[str, Any],
-        *,
-        frame_recovery: bool = False,
-    ) -> tuple[Any, VideoSourceMetadata, list[int], list[int]]:
-        opened = video.source
-        source = source_for(loader, opened.num_frames, opened.fps, opened.duration_s)
-        indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
-        if len(set(indices)) > max_frames:
-            raise TooManyFrames(f"{len(set(indices))} frames of the video were requested, more than {max_frames}")
-        if not has_own_reader(loader):
-            frames, valid = video.read(indices)
-            if len(valid) == len(set(indices)) or not frame_recovery:
-                return frames, source, indices, valid
-        return vllm_decode(loader, bytes(video.data), target, sampling, frame_recovery=frame_recovery)
-
-    return decoding_by(decode)

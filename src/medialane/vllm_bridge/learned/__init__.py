@@ -6,8 +6,8 @@
 from medialane.vllm_bridge.learned.assembler import VllmAssembler
 from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport, normalization_of
-from medialane.vllm_bridge.learned.reference_tensors import Values, compare_fields
-from medialane.vllm_bridge.learned.sent_tensors import SentTensors, TensorsReader
+from medialane.vllm_bridge.learned.reference_tensors import compare_fields
+from medialane.vllm_bridge.learned.sent_tensors import TensorsReader
 from medialane.vllm_bridge.learned.settings import processor_settings
 from medialane.vllm_bridge.learned.validation import placeholder_of
 
@@ -16,9 +16,7 @@ __all__ = [
     "EmbedsReader",
     "ModelProfile",
     "ProfileReport",
-    "SentTensors",
     "TensorsReader",
-    "Values",
     "VllmAssembler",
     "compare_fields",
     "normalization_of",

@@ -25,14 +25,13 @@ from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import (
     MALFORMED_FEATURE,
     NO_OPTIONS,
-    PlaceholderLayout,
     PlaceholderLayouts,
     decode_options,
 )
-from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
+from medialane.vllm_bridge.items.prepared_input import from_vllm_range
 from medialane.vllm_bridge.learned.item_shape import min_embeds
 from medialane.vllm_bridge.learned.sized_headers import ImageTokens, Size
-from medialane.vllm_bridge.seams.multimodal import expand_prompt, find_placeholders
+from medialane.vllm_bridge.seams.multimodal import expand_prompt
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
 
 
@@ -87,28 +86,7 @@ class VllmAssembler:
             layout = self._layouts.find(features, NO_OPTIONS, check=lambda: self._check_length(features))
         except (ValueUnknown, *MALFORMED_FEATURE) as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these features") from error
-        updates = {modality: iter(items) for modality, items in layout.updates.items()}
-        placed = [_at(token_ids, place, next(updates[f.modality])) for f, place in zip(features, ranges, strict=True)]
-        if all(placed):
-            return placed
-        searched = self._searched(token_ids, features, ranges, layout)
-        return [one or other for one, other in zip(placed, searched, strict=True)]
-
-    def _searched(
-        self,
-        token_ids: list[int],
-        features: Sequence[Feature],
-        ranges: Sequence[PlaceholderRange],
-        layout: PlaceholderLayout,
-    ) -> list[PlaceholderRange | None]:
-        """Use the family's own search, for those that modify an update's tokens in the prompt (Gemma-3's newlines)."""
-        located = find_placeholders(self._processor, token_ids, _copied(layout))
-        found = {m: iter([from_vllm_range(place.to_range()) for place in places]) for m, places in located.items()}
-        each = [next(found.get(feature.modality, iter(())), None) for feature in features]
-        return [
-            place if place is not None and (place.offset, place.length) == (given.offset, given.length) else None
-            for place, given in zip(each, ranges, strict=True)
-        ]
+        return self._layouts.placements(token_ids, features, ranges, layout)
 
     def image_cost(self, size: Size, options: bytes) -> ImageCost | None:
         return None if self._images is None else self._images.cost(size, options)
@@ -125,7 +103,7 @@ class VllmAssembler:
             options=decode_options(options),
             kwargs=layout.kwargs,
             hashes=hashes,
-            updates=_copied(layout),
+            updates=layout.copied_updates(),
         )
 
     def _check_length(self, features: Sequence[Feature]) -> None:
@@ -136,18 +114,6 @@ class VllmAssembler:
             raise prompt_too_long(num_tokens, self.max_tokens)
 
 
-def _at(token_ids: list[int], given: PlaceholderRange, updates: Sequence[Any]) -> PlaceholderRange | None:
-    """Return the range with the mask of the update whose tokens are there; None if there is none."""
-    there = token_ids[given.offset : given.end]
-    content = next((update.content for update in updates if update.content.full == there), None)
-    return None if content is None else PlaceholderRange(given.offset, given.length, embed_mask(content))
-
-
 def placeholder_ranges(applied: Any) -> dict[str, list[PlaceholderRange]]:
     """Return the placeholders in vLLM's result, by modality."""
     return {modality: list(map(from_vllm_range, places)) for modality, places in applied["mm_placeholders"].items()}
-
-
-def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:
-    """Return new lists, which a family may modify (Qwen-Omni does for the audio of a video); updates are frozen."""
-    return {modality: [list(updates) for updates in items] for modality, items in layout.updates.items()}

@@ -17,7 +17,7 @@ check in requests: it is accepted if the model returns exactly that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, TypedDict
 
@@ -28,7 +28,7 @@ from medialane.types.media import Modality
 from medialane.types.tensor import UNNAMED, Embeds
 from medialane.vllm_bridge.items.features import tensor_over
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
-from medialane.vllm_bridge.seams.encoder_cache import embeddings_of, mrope_positions, sample_inputs, sample_of_embeds
+from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder
 from medialane.vllm_bridge.seams.multimodal import embeds_data
 
 #: Names of an object's members: the embeddings of an image, and its grid of patches.
@@ -46,30 +46,31 @@ class AcceptedEmbeds(TypedDict):
     fault: str
 
 
-def try_embeds(worker: Any) -> AcceptedEmbeds:
-    """Return in which form this process accepts embeddings of images. Never raises: an engine works without them."""
+def try_embeds(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerEncoder) -> AcceptedEmbeds:
+    """Return in which form this process, which `worker` is, accepts embeddings of images. Never raises:
+    an engine works without them."""
     faults = {}
     for fields in ([VALUES, GRID], [UNNAMED]):
         try:
-            return AcceptedEmbeds(fields=fields, width=_tried(worker, fields), fault="")
+            return AcceptedEmbeds(fields=fields, width=_tried(encoder_of(worker), fields), fault="")
         except Exception as error:  # noqa: BLE001 - the model's own code; the reason is logged by the caller
             faults["object" if GRID in fields else "tensor"] = f"{type(error).__name__}: {error}"[:200]
     fault = "; ".join(f"as one {form}: {why}" for form, why in faults.items())
     return AcceptedEmbeds(fields=[], width=0, fault=fault)
 
 
-def _tried(worker: Any, fields: list[str]) -> int:
+def _tried(encoder: WorkerEncoder, fields: list[str]) -> int:
     """Return the width of embeddings. Raises InvalidEmbeds, or whatever the model raises."""
-    sample = sample_inputs(worker)[MODALITY]
+    sample = encoder.sample_inputs()[MODALITY]
     (item,), (place,) = sample["mm_kwargs"][MODALITY], sample["mm_placeholders"][MODALITY]
-    values = embeddings_of(worker, MODALITY, item).cpu()
+    values = encoder.embeddings_of(MODALITY, item).cpu()
     given: Any = {VALUES: values, GRID: item[GRID].data} if GRID in fields else values
-    rendered = sample_of_embeds(worker, MODALITY, given)
+    rendered = encoder.sample_of_embeds(MODALITY, given)
     (item,), (place,) = rendered["mm_kwargs"][MODALITY], rendered["mm_placeholders"][MODALITY]
     if tuple(item[VALUES].data.shape) != (place.get_num_embeds(), values.shape[-1]):
         raise InvalidEmbeds(f"the placeholder has {place.get_num_embeds()} tokens for {len(values)} embeddings")
-    mrope_positions(worker, rendered["prompt_token_ids"], modality=MODALITY, item=item, place=place)
-    if not torch.equal(embeddings_of(worker, MODALITY, item).cpu(), values):
+    encoder.mrope_positions(rendered["prompt_token_ids"], modality=MODALITY, item=item, place=place)
+    if not torch.equal(encoder.embeddings_of(MODALITY, item).cpu(), values):
         raise InvalidEmbeds("the model changes them")
     return int(values.shape[-1])
 

@@ -1,7 +1,7 @@
 """What is learned at start of a model's processor, in one place: `ModelProfile`.
 
 vLLM's processors declare little of what the gateway and validation need to know, so it is found out by processing some
-samples (`trial_items`), each once per process. Whoever needs a part gets the object; a part is computed when it is
+samples (`item_shape`), each once per process. Whoever needs a part gets the object; a part is computed when it is
 first read, because store, gateway and worker need different ones and are to start quickly. `medialane doctor MODEL`
 prints the whole.
 
@@ -42,14 +42,21 @@ from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTI
 from medialane.vllm_bridge.items.mistral_chat import chat_of_blanks, expand_marks
 from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
 from medialane.vllm_bridge.learned.assembler import VllmAssembler, placeholder_ranges
-from medialane.vllm_bridge.learned.item_shape import ItemShape, learn_merge_size, learn_shapes
+from medialane.vllm_bridge.learned.item_shape import (
+    SAMPLES,
+    ItemShape,
+    TrialItem,
+    TrialItems,
+    attempt,
+    learn_merge_size,
+    learn_shapes,
+)
 from medialane.vllm_bridge.learned.sized_headers import (
     ImageTokens,
     learn_accepts_item_options,
     learn_content_fields,
     learn_max_pixels,
 )
-from medialane.vllm_bridge.learned.trial_items import SAMPLES, TrialItem, TrialItems, attempt
 from medialane.vllm_bridge.learned.validation import FeatureChecker
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,

@@ -19,7 +19,6 @@ from medialane.prepare.processor import Described, FactoryConfig, NoProcessor, P
 from medialane.runtime.phase import enter_phase
 from medialane.types.errors import UnsupportedMediaType
 from medialane.types.media import Decoded, FrameBatch, FrameSampler, MediaSize, Modality, Video
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.preparation import VllmFrameSampler, VllmProcessor
@@ -27,6 +26,7 @@ from medialane.vllm_bridge.learned.item_shape import check_layout
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.settings import processor_settings
 from medialane.vllm_bridge.learned.sized_headers import SizedHeaders
+from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
 #: Ends of the names of a model's files besides its weights.

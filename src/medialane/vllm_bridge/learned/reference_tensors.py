@@ -34,8 +34,8 @@ from medialane.types.media import Decoded, Modality
 from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation, Relation
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.preparation import engine_media
+from medialane.vllm_bridge.learned.item_shape import attempt, without_warnings
 from medialane.vllm_bridge.learned.model_profile import process_one
-from medialane.vllm_bridge.learned.trial_items import attempt, without_warnings
 from medialane.vllm_bridge.seams.multimodal import load_as_plain
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ Describes a Python object by its type and content, equally in every process, so 
 Theory of operation. Neither `repr` nor JSON with a fallback to `str` is stable: they contain memory addresses, and the
 order of sets, which differs by PYTHONHASHSEED. Here each value becomes a tree that JSON represents: plain values as
 they are, others as an object that names their type: enums, dtypes, arrays (by the hash of their bytes), functions (by
-qualified name and what they enclose), and any other object by class and attributes, or by what pickle would save.
-What has none of these (locks, modules, sockets) is described by its class alone, and its path is reported.
+qualified name), and any other object by class and attributes. What has no attributes (locks, sockets) is described by
+its class alone, and its path is reported.
 
 Paths of the model and of the hub's cache differ between hosts, so they are left out, as are tokenizers and the model's
 configuration, whose files are compared as part of the model.
@@ -18,7 +18,6 @@ configuration, whose files are compared as part of the model.
 
 from __future__ import annotations
 
-import copyreg
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -26,7 +25,7 @@ from enum import Enum
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -198,8 +197,7 @@ def attributes(value: object) -> dict[str, object] | None:
 
 def is_component(value: object) -> bool:
     """Return whether `value` is an object of a library of processors, rather than a value."""
-    plain = any(isinstance(value, kinds) for kinds, _ in _KINDS)
-    return not plain and not _has_own_reduction(type(value)) and hasattr(value, "__dict__")
+    return hasattr(value, "__dict__") and not any(isinstance(value, kinds) for kinds, _ in _KINDS)
 
 
 def _names(slots: str | Iterable[str]) -> list[str]:
@@ -242,17 +240,16 @@ class _Describer:
         return text
 
     def _compound(self, value: object, path: str) -> Tree:
-        if not isinstance(value, _WHOLE) and isinstance(value, Sized) and len(value) > MAX_ELEMENTS:
-            return self._by_class(value, path)
-        for kinds, of in _KINDS:
+        is_large = isinstance(value, Sized) and not isinstance(value, _WHOLE) and len(value) > MAX_ELEMENTS
+        for kinds, of in () if is_large else _KINDS:
             if isinstance(value, kinds):
                 return of(self, value, path)
-        inner = None if _has_own_reduction(type(value)) else attributes(value)
-        return self._reduced(value, path) if inner is None else self._members(value, inner, path)
-
-    def _members(self, value: object, values: Mapping[str, object], path: str) -> Tree:
-        members = {name: self.tree(inner, f"{path}.{name}") for name, inner in sorted(values.items())}
-        return {type(value).__qualname__: members}
+        members = None if is_large else attributes(value)
+        if members is None:
+            self.unknown.append(f"{path} ({type(value).__module__}.{type(value).__qualname__})")
+            return {"unknown": type(value).__qualname__}
+        inner = {name: self.tree(member, f"{path}.{name}") for name, member in sorted(members.items())}
+        return {type(value).__qualname__: inner}
 
     def mapping(self, value: Mapping[Any, object], path: str) -> Tree:
         """Without the order of keys, which may be that of a set."""
@@ -269,83 +266,34 @@ class _Describer:
     def unordered(self, value: Iterable[object], path: str) -> Tree:
         return {type(value).__qualname__: sorted((self.tree(one, path) for one in value), key=msgspec.json.encode)}
 
-    def function(self, value: FunctionType, path: str) -> Tree:
-        enclosed = [_enclosed(cell) for cell in value.__closure__ or ()]
-        inner = [*enclosed, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
-        return {"function": value.__qualname__, "with": [self.tree(one, f"{path}()") for one in inner]}
-
-    def method(self, value: MethodType, path: str) -> Tree:
-        return {"method": value.__func__.__qualname__, "of": self.tree(value.__self__, path)}
-
-    def partial(self, value: partial[Any], path: str) -> Tree:
-        return {"partial": [self.tree(one, path) for one in (value.func, value.args, value.keywords)]}
-
     def array(self, value: np.ndarray | np.generic, path: str) -> Tree:
         if value.dtype.hasobject:
             return {"array": self.tree(value.tolist(), path)}
-        kind = [str(value.dtype), list(value.shape)]
-        if value.dtype.kind in "fc" and value.size > MAX_FLOATS:
-            return {"array": kind}
-        return {"array": [*kind, content_hash(np.ascontiguousarray(value).tobytes())]}
+        is_table = value.dtype.kind in "fc" and value.size > MAX_FLOATS
+        content = [] if is_table else [content_hash(np.ascontiguousarray(value).tobytes())]
+        return {"array": [str(value.dtype), list(value.shape), *content]}
 
     def tensor(self, value: torch.Tensor, _path: str) -> Tree:
-        kind = [str(value.dtype), list(value.shape)]
-        is_table = value.is_floating_point() or value.is_complex()
-        if value.is_meta or value.layout is not torch.strided or (is_table and value.numel() > MAX_FLOATS):
-            return {"tensor": kind}
+        is_table = (value.is_floating_point() or value.is_complex()) and value.numel() > MAX_FLOATS
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return {"tensor": [*kind, content_hash(data.numpy().tobytes())]}
-
-    def _reduced(self, value: object, path: str) -> Tree:
-        """Describe by what pickle would save, without its memo."""
-        reduce = copyreg.dispatch_table.get(type(value))
-        try:
-            saved: Any = value.__reduce_ex__(2) if reduce is None else reduce(value)
-        except (TypeError, ValueError, AttributeError, RuntimeError):  # it cannot be pickled
-            inner = attributes(value)
-            return self._by_class(value, path) if inner is None else self._members(value, inner, path)
-        if isinstance(saved, str):
-            return {type(value).__qualname__: saved}
-        parts = [list(part) if n > 2 and part is not None else part for n, part in enumerate(saved)]
-        return {type(value).__qualname__: [self.tree(part, path) for part in parts[1:5]]}
-
-    def _by_class(self, value: object, path: str) -> Tree:
-        self.unknown.append(f"{path.removeprefix('.')} ({type(value).__module__}.{type(value).__qualname__})")
-        return {"unknown": type(value).__qualname__}
-
-
-def _enclosed(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _has_own_reduction(cls: type) -> bool:
-    """Return whether a class says what of it pickle saves: a logger its name, not the tree of loggers."""
-    names = ("__reduce__", "__reduce_ex__")
-    return cls in copyreg.dispatch_table or any(getattr(cls, name) is not getattr(object, name) for name in names)
-
-
-def _of_class(_: _Describer, value: Any, __: str) -> Tree:
-    return {"class": value.__qualname__}
+        content = [] if is_table else [content_hash(data.numpy().tobytes())]
+        return {"tensor": [str(value.dtype), list(value.shape), *content]}
 
 
 #: Checked in this order; all others are described by their attributes.
 _KINDS: tuple[tuple[Any, Callable[[_Describer, Any, str], Tree]], ...] = (
     (Enum, lambda _, value, __: {type(value).__qualname__: value.name or repr(value.value)}),
-    (type, _of_class),
+    (type, lambda _, value, __: {"class": value.__qualname__}),
     (ModuleType, lambda _, value, __: {"module": value.__name__}),
+    (logging.Logger, lambda _, value, __: {"logger": value.name}),
     (PreTrainedTokenizerBase | PreTrainedConfig, lambda _, value, __: {"files of": type(value).__qualname__}),
     (bytes | bytearray | memoryview, lambda _, value, __: {"bytes": content_hash(bytes(value))}),
     (PurePath, lambda self, value, path: {"path": self.tree(str(value), path)}),
     (torch.dtype | torch.device | torch.layout | np.dtype, lambda _, value, __: {type(value).__qualname__: str(value)}),
     (np.ndarray | np.generic, _Describer.array),
     (torch.Tensor, _Describer.tensor),
-    (partial, _Describer.partial),
-    (MethodType, _Describer.method),
-    (FunctionType, _Describer.function),
-    (BuiltinFunctionType, lambda _, value, __: {"function": value.__qualname__}),
+    (partial, lambda self, value, path: {"partial": self.tree([value.func, value.args, value.keywords], path)}),
+    (FunctionType | MethodType | BuiltinFunctionType, lambda _, value, __: {"function": value.__qualname__}),
     (Mapping, _Describer.mapping),
     (set | frozenset, _Describer.unordered),
     (list | tuple, _Describer.sequence),

@@ -49,7 +49,7 @@ from medialane.types.media import AudioSamples, Decoded, FrameBatch, Image, Medi
 from medialane.vllm_bridge.items.features import large_tensors, small_values, without_values
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS, PlaceholderLayouts, PlaceholderSource, decode_options
 from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS, VllmProcessor
-from medialane.vllm_bridge.learned.trial_items import TrialItem, TrialItems, attempt, without_warnings
+from medialane.vllm_bridge.learned.item_shape import TrialItem, TrialItems, attempt, without_warnings
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, hf_processor_of
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     MultiModalKwargsItems,
 )
-from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.types.errors import InvalidFeature, PromptRejected
 from medialane.types.feature import MediaPayload, PlaceholderRange
@@ -56,7 +56,7 @@ from medialane.vllm_bridge.items.header_values import (
 from medialane.vllm_bridge.items.options import check_worker_options
 from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
 from medialane.vllm_bridge.learned.item_shape import ItemShape, check_grids, check_layout, num_embeds
-from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
+from medialane.vllm_bridge.seams.multimodal import prompt_updates
 
 #: mm_hash is opaque to us, but it is a key of several caches.
 MAX_HASH_CHARS = 256
@@ -229,26 +229,14 @@ class FeatureChecker:
 
     def _check_placeholders(self, prompt: ExpandedPrompt, layout: PlaceholderLayout) -> None:
         """Raise InvalidFeature unless the prompt has, at each placeholder, the tokens of the model's own processor."""
-        expected = {modality: iter(items) for modality, items in layout.updates.items()}
-        fit = [
-            any(
-                _fits(prompt.expanded_token_ids, placeholder_of(feature), u.content)
-                for u in next(expected[feature.modality])
-            )
-            for feature in prompt.features
-        ]
-        if not (all(fit) or self._has_placeholders(prompt, layout.updates) or _fits_alone(prompt, layout.updates)):
-            first = prompt.features[fit.index(False)]
-            place = placeholder_of(first)
+        places = [placeholder_of(feature) for feature in prompt.features]
+        found = self._layouts.placements(prompt.expanded_token_ids, prompt.features, places, layout)
+        wrong = [number for number, place in enumerate(places) if found[number] != place]
+        if wrong and not _fits_alone(prompt, layout.updates):
+            modality, place = prompt.features[wrong[0]].modality, places[wrong[0]]
             raise InvalidFeature(
-                f"{first.modality}: the prompt's {place.length} tokens at {place.offset} are not those of the feature"
+                f"{modality}: the prompt's {place.length} tokens at {place.offset} are not those of the feature"
             )
-
-    def _has_placeholders(self, prompt: ExpandedPrompt, updates: Any) -> bool:
-        """Use the family's own search, for those that modify an update's tokens in the prompt (Gemma-3's newlines)."""
-        located = find_placeholders(self._processor, prompt.expanded_token_ids, updates)
-        ranges = {m: iter([from_vllm_range(place.to_range()) for place in places]) for m, places in located.items()}
-        return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
 
 
 def placeholder_of(feature: MediaPayload) -> PlaceholderRange:
@@ -312,12 +300,6 @@ def _check_flat(name: str, elem: MultiModalFieldElem, field: MultiModalFlatField
     cut = only[field.dim] if isinstance(only, tuple | list) else only
     if (cut.start or 0, size if cut.stop is None else int(cut.stop), cut.step or 1) != (0, size, 1):
         raise InvalidFeature(f"{name}: {size} rows, but the other fields imply {int(cut.stop)}")
-
-
-def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDetails) -> bool:
-    if len(content.full) != place.length or token_ids[place.offset : place.end] != content.full:
-        return False
-    return embed_mask(content) == place.is_embed
 
 
 def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:

@@ -39,15 +39,12 @@ __all__ = [
     "ECConnectorWorkerMetadata",
     "Request",
     "SchedulerOutput",
+    "WorkerEncoder",
     "connect",
     "connector_of",
-    "embeddings_of",
-    "mrope_positions",
+    "get_tensor_model_parallel_rank",
     "on_every_rank",
     "restore_inputs",
-    "sample_inputs",
-    "sample_of_embeds",
-    "tensor_parallel_rank",
     "unfit_reason",
 ]
 
@@ -68,9 +65,9 @@ _EMBEDS = "enable_mm_embeds"
 
 
 def connect(
-    config: VllmConfig, *, module: str, connector: str, extra: Mapping[str, Any], only_encodes: bool = False
+    config: VllmConfig, connector: type[ECConnectorBase], extra: Mapping[str, Any], *, only_encodes: bool
 ) -> None:
-    """Make the engine use the connector class `connector` of `module` for loading and saving embeddings.
+    """Make the engine use this connector for loading and saving embeddings; it gets the settings `extra`.
 
     Set in a configuration that is complete: vLLM would set `enable_mm_embeds` for a connector that is given to it
     before, and change what clients may send (`restore_inputs`). Not as a producer: those measure their encoder with
@@ -79,10 +76,10 @@ def connect(
     """
     extra = {**extra, _EMBEDS: config.model_config.multimodal_config.enable_mm_embeds}
     config.ec_transfer_config = ECTransferConfig(
-        ec_connector=connector,
+        ec_connector=connector.__name__,
         ec_role="ec_producer" if only_encodes else "ec_consumer",
-        ec_connector_module_path=module,
-        ec_connector_extra_config=dict(extra),
+        ec_connector_module_path=connector.__module__,
+        ec_connector_extra_config=extra,
     )
 
 
@@ -152,51 +149,54 @@ def on_every_rank(engine_core: Any, function: Callable[..., Any], *args: Any) ->
     return list(engine_core.model_executor.collective_rpc(function, args=args))
 
 
-def tensor_parallel_rank() -> int:
-    return int(get_tensor_model_parallel_rank())
+class WorkerEncoder:
+    """The encoder of the model that a process runs, for a few small items at start. `worker` is vLLM's."""
+
+    def __init__(self, worker: Any) -> None:
+        self.runner = worker.model_runner
+        self.model_config = worker.vllm_config.model_config
+
+    def sample_inputs(self) -> dict[str, Any]:
+        """Return a processed prompt with one small item for each modality that requests may contain."""
+        processor = new_processor(self.model_config)
+        samples = {}
+        for modality, limit in processor.info.allowed_mm_limits.items():
+            if limit and modality in _SAMPLES:
+                samples[modality] = processor.apply(_dummies(processor, modality), TimingContext(enabled=False))
+        return samples
+
+    def sample_of_embeds(self, modality: str, embeds: Any) -> Any:
+        """Return a processed prompt with one item that is given by its embeddings, in a form of vLLM's chat parser."""
+        processor = new_processor(self.model_config)
+        prompt = _dummies(processor, modality).prompt
+        data = {modality: embeds_data(modality, [embeds], processor)}
+        items = processor.info.parse_mm_data(data, validate=False)  # whether clients may send them is asked elsewhere
+        return processor.apply(ProcessorInputs(prompt=prompt, mm_data_items=items), TimingContext(enabled=False))
+
+    def embeddings_of(self, modality: str, item: MultiModalKwargsItem) -> torch.Tensor:
+        """Run the model's encoder over one item."""
+        device = self.runner.device
+        ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device=device, pin_memory=False)
+        with torch.inference_mode():
+            (output,) = self.runner.get_model().embed_multimodal(**batch)
+        return output
+
+    def mrope_positions(
+        self, token_ids: list[int], *, modality: str, item: MultiModalKwargsItem, place: PlaceholderRange
+    ) -> tuple[list[list[int]], int] | None:
+        """Return the rotary positions of a prompt with one item; None if the model has ordinary positions.
+
+        A token of text is added, as in prompts of requests: samples may end with the item, and some models (Qwen3-Omni)
+        compute the position of the token after an item with the item's.
+        """
+        if not self.model_config.uses_mrope:
+            return None
+        feature = MultiModalFeatureSpec(data=item, modality=modality, identifier="sample", mm_position=place)
+        positions, delta = self.runner.get_model().get_mrope_input_positions([*token_ids, _TEXT_TOKEN], [feature])
+        return positions.tolist(), int(delta)
 
 
-def sample_inputs(worker: Any) -> dict[str, Any]:
-    """Return a processed prompt with one small item for each modality that requests may contain."""
-    processor = new_processor(worker.vllm_config.model_config)
-    samples = {}
-    for modality, limit in processor.info.allowed_mm_limits.items():
-        if limit and modality in _SAMPLES:
-            options = MultiModalDummyOptions({modality: _SAMPLES[modality]})
-            inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
-            samples[modality] = processor.apply(inputs, TimingContext(enabled=False))
-    return samples
-
-
-def sample_of_embeds(worker: Any, modality: str, embeds: Any) -> Any:
-    """Return a processed prompt with one item that is given by its embeddings, in a form of vLLM's chat parser."""
-    processor = new_processor(worker.vllm_config.model_config)
+def _dummies(processor: Any, modality: str) -> Any:
+    """Return the inputs of a prompt with one small item."""
     options = MultiModalDummyOptions({modality: _SAMPLES[modality]})
-    inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
-    data = {modality: embeds_data(modality, [embeds], processor)}
-    items = processor.info.parse_mm_data(data, validate=False)  # whether clients may send them is asked elsewhere
-    return processor.apply(ProcessorInputs(prompt=inputs.prompt, mm_data_items=items), TimingContext(enabled=False))
-
-
-def embeddings_of(worker: Any, modality: str, item: MultiModalKwargsItem) -> torch.Tensor:
-    """Run the model's encoder over one item."""
-    runner = worker.model_runner
-    ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device=runner.device, pin_memory=False)
-    with torch.inference_mode():
-        (output,) = runner.get_model().embed_multimodal(**batch)
-    return output
-
-
-def mrope_positions(
-    worker: Any, token_ids: list[int], *, modality: str, item: MultiModalKwargsItem, place: PlaceholderRange
-) -> tuple[list[list[int]], int] | None:
-    """Return the rotary positions of a prompt with one item; None if the model has ordinary positions.
-
-    A token of text is added, as in prompts of requests: samples may end with the item, and some models (Qwen3-Omni)
-    compute the position of the token after an item with the item's.
-    """
-    if not worker.vllm_config.model_config.uses_mrope:
-        return None
-    feature = MultiModalFeatureSpec(data=item, modality=modality, identifier="sample", mm_position=place)
-    positions, delta = worker.model_runner.get_model().get_mrope_input_positions([*token_ids, _TEXT_TOKEN], [feature])
-    return positions.tolist(), int(delta)
+    return processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)

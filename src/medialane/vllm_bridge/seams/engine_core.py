@@ -16,6 +16,7 @@ from vllm.v1.engine import core
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.abstract import Executor
 
+from medialane.runtime.phase import Phase, enter_phase, show_phase
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
 
@@ -61,42 +62,45 @@ _COMPILE_OR_WARM_UP_MODEL = Executor.compile_or_warm_up_model
 _GET_DUMMY_ENCODER_PROFILE_INPUTS = MultiModalBudget.get_dummy_encoder_profile_inputs
 
 
-def watch(
-    *,
-    loading: Callable[[int, int], None],
-    profiling: Callable[[str], None],
-    compiling: Callable[[], None],
-    warming_up: Callable[[], None],
-) -> None:
-    """Call these functions when a step begins, in this process and in those that are forked from it. Idempotent.
+_REMEDY = (
+    "vLLM measures the memory of the largest request that its settings allow. Smaller limits take less time: after a"
+    """ lone `--`, --limit-mm-per-prompt '{"image": 4, "video": 0}' and --max-model-len 8192, for example;"""
+    " --skip-mm-profiling leaves out the media, --enforce-eager the compilation"
+)
 
-    `loading` gets the number of files of weights that are loaded, and of all; `profiling` the modality of the items
-    that the model runs with, empty for text.
-    """
+_COMPILE_REMEDY = (
+    "vLLM keeps what it compiles: later starts take less time. --enforce-eager after a lone `--` leaves it out"
+)
+
+
+def report_phases() -> None:
+    """Report what the engine does until it is ready, in this process or one forked from it: its log has it in words,
+    and only some. Idempotent."""
 
     class CountedFiles(_TQDM):  # type: ignore[misc, valid-type]  # vllm is not typed
         def __iter__(self) -> Any:
             for number, file in enumerate(super().__iter__()):
-                loading(number, self.total or 0)
+                show_phase(Phase("loading the weights", number, self.total or 0))
                 yield file
 
     def determine_available_memory(self: Any) -> Any:
-        profiling("")
+        show_phase(Phase("profiling", remedy=_REMEDY))
         return _DETERMINE_AVAILABLE_MEMORY(self)
 
     def get_dummy_encoder_profile_inputs(
         self: Any, modality: str | None = None, max_items_per_batch: int | None = None
     ) -> Any:
-        profiling(modality or self.get_modality_with_max_tokens())
+        what = modality or self.get_modality_with_max_tokens()
+        show_phase(Phase(f"profiling the largest {what}", remedy=_REMEDY))
         return _GET_DUMMY_ENCODER_PROFILE_INPUTS(self, modality, max_items_per_batch)
 
     def monitor_torch_compile(vllm_config: VllmConfig, *args: Any, announce_start: bool = True, **kwargs: Any) -> Any:
         if announce_start and vllm_config.compilation_config.mode == CompilationMode.VLLM_COMPILE:
-            compiling()
+            show_phase(Phase("compiling", remedy=_COMPILE_REMEDY))
         return _MONITOR_TORCH_COMPILE(vllm_config, *args, announce_start=announce_start, **kwargs)
 
     def compile_or_warm_up_model(self: Any) -> Any:
-        warming_up()
+        enter_phase("warming up")
         return _COMPILE_OR_WARM_UP_MODEL(self)
 
     weight_utils.tqdm = CountedFiles

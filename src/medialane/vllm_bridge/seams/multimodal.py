@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from PIL import Image as PILImage
 from transformers.feature_extraction_utils import BatchFeature
@@ -27,7 +25,7 @@ from vllm.transformers_utils.processor import cached_get_processor, get_video_pr
 from vllm.utils.mistral import is_mistral_tokenizer
 
 from medialane.types.errors import TooManyFrames
-from medialane.types.media import Modality
+from medialane.types.media import Modality, Video
 from medialane.types.tensor import PixelNormalisation
 from medialane.vllm_bridge.seams.vision_chunk import take_images
 
@@ -198,25 +196,45 @@ def expand_prompt(
 
 # Video loaders
 
-#: vLLM's own decoder; see `Decode` for its arguments.
+#: vLLM's own decoder: (loader, the file's bytes, target, sampling options, frame_recovery=) -> frames, source,
+#: requested and decoded indices.
 vllm_decode: Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]] = opencv.decode_opencv
 
 #: Base of OpenCV's exceptions.
 OpenCVError: type[Exception] = opencv.cv2.error
 
-#: (loader, the file's bytes, target, sampling options, frame_recovery=): frames, source, requested and decoded indices.
-Decode = Callable[..., tuple[Any, VideoSourceMetadata, list[int], list[int]]]
 
+def load_frames(media_io: VideoMediaIO, video: Video, max_frames: int) -> tuple[Any, dict[str, Any]]:
+    """Return frames and metadata of a video as the loader of `media_io` samples them with its options, read from
+    `video`. Loaders that read OpenCV's capture themselves keep vLLM's decoder, as do frames to be recovered from a
+    damaged file. Raises TooManyFrames, and what the loader and `Video.read` raise. Not for several threads."""
 
-@contextmanager
-def decoding_by(decode: Decode) -> Iterator[None]:
-    """Make vLLM's video loaders decode with `decode` within this context."""
+    def decode(
+        loader: type[VideoLoader],
+        _data: bytes,
+        target: VideoTargetMetadata,
+        sampling: dict[str, Any],
+        *,
+        frame_recovery: bool = False,
+    ) -> tuple[Any, VideoSourceMetadata, list[int], list[int]]:
+        opened = video.source
+        source = loader._prepare_source(VideoSourceMetadata(opened.num_frames, opened.fps, opened.duration_s))
+        indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
+        if len(set(indices)) > max_frames:
+            raise TooManyFrames(f"{len(set(indices))} frames of the video were requested, more than {max_frames}")
+        if loader.read_frames.__func__ is VideoLoader.read_frames.__func__:
+            frames, valid = video.read(indices)
+            if len(valid) == len(set(indices)) or not frame_recovery:
+                return frames, source, indices, valid
+        return vllm_decode(loader, bytes(video.data), target, sampling, frame_recovery=frame_recovery)
+
     before = opencv.decode_opencv
     opencv.decode_opencv = decode
     try:
-        yield
+        frames, metadata = media_io.video_loader.load_bytes(b"", num_frames=media_io.num_frames, **media_io.kwargs)
     finally:
         opencv.decode_opencv = before
+    return frames, metadata
 
 
 def limit_sampled_frames(max_frames: int) -> None:
@@ -241,16 +259,6 @@ def limit_sampled_frames(max_frames: int) -> None:
     opencv.decode_opencv = decode
 
 
-def source_for(loader: type[VideoLoader], num_frames: int, fps: float, duration_s: float) -> VideoSourceMetadata:
-    """Return the source metadata that the loader passes to its sampler for such a file."""
-    return loader._prepare_source(VideoSourceMetadata(num_frames, fps, duration_s))
-
-
-def has_own_reader(loader: type[VideoLoader]) -> bool:
-    """Return whether the loader reads OpenCV's capture itself."""
-    return loader.read_frames.__func__ is not VideoLoader.read_frames.__func__
-
-
 def video_backend(model_config: Any) -> str | None:
     """Return the name of the loader that vLLM chooses for a model; None if it has no preference."""
     return get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
@@ -258,12 +266,6 @@ def video_backend(model_config: Any) -> str | None:
 
 def decodes_on_gpu(backend: str) -> bool:
     return bool(VIDEO_LOADER_REGISTRY.backend_requires_gpu(backend))
-
-
-def load_video(media_io: VideoMediaIO, data: bytes) -> tuple[Any, dict[str, Any]]:
-    """Return frames and metadata of a file, read by the loader of `media_io` with its options."""
-    frames, metadata = media_io.video_loader.load_bytes(data, num_frames=media_io.num_frames, **media_io.kwargs)
-    return frames, metadata
 
 
 # vLLM's hashes of media items (`mm_hash`), computed by vLLM over stand-ins for what it would have decoded
@@ -295,13 +297,8 @@ def encoded_image(data: bytes | memoryview, *, io_config: Mapping[str, object] |
     return MediaWithBytes(PILImage.new("RGB", (1, 1)), data, io_config)
 
 
-def encoded_video(data: bytes | memoryview, shape: tuple[int, ...], metadata: Mapping[str, object]) -> Any:
-    """Return a video of vLLM's loader with frames of this shape, which vLLM hashes only if they have fewer bytes than
-    the file."""
-    return MediaWithBytes(np.broadcast_to(np.uint8(0), shape), data), metadata
-
-
-def decoded_video(data: bytes | memoryview, frames: Any, metadata: Mapping[str, object]) -> Any:
+def hashed_video(data: bytes | memoryview, frames: Any, metadata: Mapping[str, object]) -> Any:
+    """Return a video of vLLM's loader, which hashes the frames only if they have fewer bytes than the file."""
     return MediaWithBytes(frames, data), metadata
 
 

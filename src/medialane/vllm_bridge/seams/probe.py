@@ -39,23 +39,23 @@ class Broken(NamedTuple):
         return f"{self.group.name}: {self.seam.where} {self.why}"
 
 
-def probe(processes: Sequence[Process] = get_args(Process)) -> list[Broken]:
+def probe(processes: Sequence[Process] = get_args(Process), groups: Sequence[Group] = GROUPS) -> list[Broken]:
     """Return the broken seams among those that these processes use, by default all. Imports only the vLLM modules
     that contain them."""
     return [
         Broken(group, seam, why)
-        for group in GROUPS
+        for group in groups
         if set(processes) & set(group.processes)
         for seam in group.seams
         for why in _faults(seam)
     ]
 
 
-def check(process: Process) -> None:
+def check(process: Process, groups: Sequence[Group] = GROUPS) -> None:
     """Raise StartupFailed, naming each broken seam that this process needs."""
     found = installed_version()
     with unchanged_levels():  # imports vLLM's app
-        broken = probe((process,))
+        broken = probe((process,), groups)
     if broken:
         names = "; ".join(map(str, broken))
         raise StartupFailed(
@@ -76,11 +76,11 @@ def installed_version() -> str:
     return "unknown"
 
 
-def summary(broken: Sequence[Broken]) -> str:
+def summary(broken: Sequence[Broken], groups: Sequence[Group] = GROUPS) -> str:
     """Return one line: the number of seams, or the broken ones."""
     if broken:
         return f"vLLM {installed_version()}: {'; '.join(map(str, broken))}"
-    return f"vLLM {installed_version()}: {sum(len(group.seams) for group in GROUPS)} private seams, all found"
+    return f"vLLM {installed_version()}: {sum(len(group.seams) for group in groups)} private seams, all found"
 
 
 def _faults(seam: Seam) -> Iterator[str]:

@@ -99,7 +99,7 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             call vllm.entrypoints.launchers.cli_args:make_arg_parser(parser)
             call vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args(args)
-            read vllm.utils.argparse_utils:FlexibleArgumentParser with error, _actions
+            read vllm.utils.argparse_utils:FlexibleArgumentParser with error
         """),
     ),
     Group(
@@ -220,26 +220,16 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
-        name="validation in a thread",
-        purpose="vLLM's app validates large bodies in a thread",
+        name="request validation",
+        purpose="vLLM's app rejects a body at the first invalid element of a list, large ones in a thread",
         module="seams.api_server",
         processes=("gateway",),
-        without="a body with thousands of items blocks the event loop for 100 ms",
-        tests=("tests/contract/test_vllm_fail_fast.py",),
-        seams=_seams("""
-            replace fastapi.dependencies.utils:request_body_to_args(body_fields, received_body, embed_body_fields) in
-                solve_dependencies
-        """),
-    ),
-    Group(
-        name="request validation",
-        purpose="vLLM's app rejects a body at the first invalid element of a list",
-        module="frontend.fail_fast",
-        processes=("gateway",),
-        without="a body with many invalid elements blocks the event loop for seconds",
+        without="a body with many elements blocks the event loop, one with many invalid ones for seconds",
         instead="`fail_fast` in vLLM's request models",
         tests=("tests/unit/vllm_bridge/test_vllm_bridge_fail_fast.py", "tests/contract/test_vllm_fail_fast.py"),
         seams=_seams("""
+            replace fastapi.dependencies.utils:request_body_to_args(body_fields, received_body, embed_body_fields) in
+                solve_dependencies
             call pydantic:TypeAdapter(type, config, _parent_depth) with core_schema, pydantic_complete, validator
         """),
     ),

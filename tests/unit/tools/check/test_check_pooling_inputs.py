@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from medialane.tools.check.kinds import KINDS, POOLING_INPUTS
-from medialane.tools.check.media import MODALITIES
+from medialane.tools.check.kinds import KINDS, MODALITIES, POOLING_INPUTS
 
 
 def names(**limits):

@@ -1,8 +1,10 @@
-from medialane.tools.check import Answer, Case, CheckReport, EndpointKind, Request, decode, encode
+import msgspec
+
+from medialane.tools.check import Answer, Case, CaseRequest, CheckReport, EndpointKind, encode
 from medialane.tools.check.results import judge, weak_notes
 
 KIND = EndpointKind("chat", "/chat", lambda _limits: ())
-CASE = Case("image, an option", lambda: Request("/chat"), varies="one image")
+CASE = Case("image, an option", lambda: CaseRequest("/chat"), varies="one image")
 REPORT = {"stage": "features", "transport": "shm", "items": [{"cache": "hit"}, {"cache": "miss"}]}
 
 
@@ -88,7 +90,7 @@ def test_report_of_refusals_alone_does_not_pass():
 def test_report_counts_stages_and_survives_json():
     report = report_of(judged(good(report=REPORT), good()), judged(refusal(), refusal()))
     assert report.stages == {"features (shm)": 1}
-    assert decode(encode(report)) == report
+    assert msgspec.json.decode(encode(report), type=CheckReport) == report
 
 
 def test_report_counts_what_became_of_embeddings():

@@ -8,11 +8,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.tools.check import CheckClient, CheckProgress, Request
+from medialane.tools.check import CaseRequest, CheckClient, CheckProgress
 from medialane.tools.check.servers import MAX_STARTS, RevivedServer
 from medialane.types.errors import StartupFailed
 
-DEADLY, FAILING = Request("/ask", {"is": "deadly"}), Request("/ask", {"is": "failing at first"})
+DEADLY, FAILING = CaseRequest("/ask", {"is": "deadly"}), CaseRequest("/ask", {"is": "failing at first"})
 
 
 class Mortal:
@@ -56,14 +56,14 @@ class Mortal:
 
 
 def opened(mortal, **options):
-    return RevivedServer.opened("plain vLLM", mortal.start, CheckProgress(Console(quiet=True)), settle_s=0.0, **options)
+    return RevivedServer("plain vLLM", mortal.start, CheckProgress(Console(quiet=True)), settle_s=0.0, **options)
 
 
 async def test_server_that_a_request_ends_answers_the_next_one():
     mortal = Mortal()
     async with opened(mortal) as server:
         assert (await server.post(DEADLY)).status == 500
-        assert (await server.post(Request("/ask", {"is": "fine"}))).status == 200
+        assert (await server.post(CaseRequest("/ask", {"is": "fine"}))).status == 200
         assert (mortal.num_started, mortal.num_running) == (2, 1)
     assert mortal.num_running == 0
     assert mortal.numbers == [1, 2]

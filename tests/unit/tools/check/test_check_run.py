@@ -108,7 +108,7 @@ def check(monkeypatch, tmp_path):
 
         def opened(fake, *, wants_report):
             start = partial(started, fake, wants_report=wants_report)
-            return RevivedServer.opened("a server", start, CheckProgress(Console(quiet=True)))
+            return RevivedServer("a server", start, CheckProgress(Console(quiet=True)))
 
         @asynccontextmanager
         async def started(fake, _number, *, wants_report):
@@ -124,11 +124,13 @@ def check(monkeypatch, tmp_path):
             async with opened(plain, wants_report=False) as one, opened(ours, wants_report=True) as other:
                 yield one, other
 
-        monkeypatch.setattr(run, "plain_server", lambda _setup, _progress: opened(plain, wants_report=False))
-        monkeypatch.setattr(run, "medialane_server", lambda _setup, _progress: opened(ours, wants_report=True))
-        monkeypatch.setattr(run, "both_servers", both)
+        servers = run.CheckedServers(
+            plain=lambda _setup, _progress: opened(plain, wants_report=False),
+            ours=lambda _setup, _progress: opened(ours, wants_report=True),
+            both=both,
+        )
         setup = CheckSetup(model="m", vllm_args=(), environ={}, own_environ={}, logs=tmp_path, **options)
-        return await run.run_check(setup, CheckProgress(Console(quiet=True)))
+        return await run.run_check(setup, CheckProgress(Console(quiet=True)), servers)
 
     return check
 

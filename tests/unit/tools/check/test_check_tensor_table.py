@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from medialane.tools.check import TensorReport, encode, show_tensors
-from medialane.tools.check.tensors import ItemTensors, decode
+from medialane.tools.check.tensors import ItemTensors
 from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation
 
 RAW = FieldComparison(
@@ -95,4 +95,4 @@ def test_a_model_of_which_plain_vllm_accepts_nothing_proves_nothing():
 def test_a_check_passes_if_an_engine_is_given_what_plain_vllm_gives(items, passed):
     made = report(*items)
     assert made.passed == passed
-    assert decode(encode(made)) == made
+    assert msgspec.json.decode(encode(made), type=TensorReport) == made

@@ -17,4 +17,4 @@ def case_names() -> frozenset[str]:
     return frozenset(case.name for limits in _EXTREMES for kind in KINDS for case in kind.cases(limits))
 
 
-__all__ = ["CHAT", "KINDS", "MODALITIES", "POOLING", "POOLING_INPUTS", "SPEECH", "case_names"]
+__all__ = ["CHAT", "KINDS", "POOLING", "POOLING_INPUTS", "SPEECH", "case_names"]

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-from medialane.tools.check.case import Answer, Case, EndpointKind, Limits, Part, Request
+from medialane.tools.check.case import Answer, Case, CaseRequest, EndpointKind, Limits, Part
 from medialane.tools.check.media import (
     MAX_REFUSED_ITEMS,
     MODALITIES,
@@ -45,16 +45,16 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 
-def ask(parts: list[Part]) -> Request:
+def ask(parts: list[Part]) -> CaseRequest:
     return chat(*parts)
 
 
-def chat(*parts: Part, **options: Any) -> Request:
+def chat(*parts: Part, **options: Any) -> CaseRequest:
     """Return a greedy chat completion that shows token ids and logprobs."""
     return conversation({"role": "user", "content": list(parts)}, **options)
 
 
-def conversation(*messages: dict[str, Any], **options: Any) -> Request:
+def conversation(*messages: dict[str, Any], **options: Any) -> CaseRequest:
     body = {
         "messages": list(messages),
         "max_tokens": _MAX_TOKENS,
@@ -64,7 +64,7 @@ def conversation(*messages: dict[str, Any], **options: Any) -> Request:
         "return_token_ids": True,
         **options,
     }
-    return Request(PATH, body)
+    return CaseRequest(PATH, body)
 
 
 def cases(limits: Limits) -> Iterator[Case]:
@@ -83,12 +83,12 @@ def cases(limits: Limits) -> Iterator[Case]:
     yield from _sampling(limits)
 
 
-def _with(*makers: Callable[[], Part] | Part, **options: Any) -> Request:
+def _with(*makers: Callable[[], Part] | Part, **options: Any) -> CaseRequest:
     """Return a request of parts and of functions that make parts, and a question."""
     return chat(*(maker() if callable(maker) else maker for maker in makers), _ASK, **options)
 
 
-def _streaming(*parts: Part) -> Request:
+def _streaming(*parts: Part) -> CaseRequest:
     return chat(*parts, stream=True, stream_options={"include_usage": True})
 
 
@@ -119,7 +119,7 @@ def _usual(modality: str, limit: int) -> Iterator[Case]:
         )
 
 
-def _second_turn(make: Callable[[], Part]) -> Request:
+def _second_turn(make: Callable[[], Part]) -> CaseRequest:
     return conversation(
         {"role": "system", "content": "You are brief."},
         {"role": "user", "content": "Hello."},
@@ -128,7 +128,7 @@ def _second_turn(make: Callable[[], Part]) -> Request:
     )
 
 
-def _two_turns(one: Callable[[], Part], other: Callable[[], Part]) -> Request:
+def _two_turns(one: Callable[[], Part], other: Callable[[], Part]) -> CaseRequest:
     return conversation(
         {"role": "user", "content": [one(), _ASK]},
         {"role": "assistant", "content": "It is what it is."},

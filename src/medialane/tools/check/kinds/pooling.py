@@ -11,7 +11,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-from medialane.tools.check.case import Case, EndpointKind, Limits, Part, Request
+from medialane.tools.check.case import Case, CaseRequest, EndpointKind, Limits, Part
 from medialane.tools.check.media import (
     MAX_REFUSED_ITEMS,
     MODALITIES,
@@ -28,16 +28,16 @@ from medialane.tools.check.media import (
 _ASK = text("What is it?")
 
 #: What makes a request of the parts of a message, or of a document.
-_Ask = Callable[[list[Part]], Request]
+_Ask = Callable[[list[Part]], CaseRequest]
 
 
-def _messages(path: str, parts: list[Part], **options: Any) -> Request:
-    return Request(path, {"messages": [{"role": "user", "content": parts}], **options})
+def _messages(path: str, parts: list[Part], **options: Any) -> CaseRequest:
+    return CaseRequest(path, {"messages": [{"role": "user", "content": parts}], **options})
 
 
-def _documents(path: str, query: str, parts: list[Part]) -> Request:
+def _documents(path: str, query: str, parts: list[Part]) -> CaseRequest:
     """Return a request that has a document of these parts, and one of text, scored by a query."""
-    return Request(path, {query: "boats in the harbour", "documents": [{"content": parts}, "a quiet street"]})
+    return CaseRequest(path, {query: "boats in the harbour", "documents": [{"content": parts}, "a quiet street"]})
 
 
 def _cases(ask: _Ask, limits: Limits) -> Iterator[Case]:
@@ -53,7 +53,7 @@ def _cases(ask: _Ask, limits: Limits) -> Iterator[Case]:
     yield Case("prompt longer than the model's context", lambda: ask([text("word " * 300_000)]))
 
 
-def _of(ask: _Ask, *makers: Callable[[], Part]) -> Request:
+def _of(ask: _Ask, *makers: Callable[[], Part]) -> CaseRequest:
     return ask([*(make() for make in makers), _ASK])
 
 
@@ -109,8 +109,8 @@ _CHATS = ("/pooling", "/v1/embeddings", "/classify")
 _SCORED = ("image", "video")
 
 
-def _chat(path: str, *makers: Callable[[], Part] | Part, **options: Any) -> Request:
-    return Request(path, {"messages": _chat_messages(*makers), **options})
+def _chat(path: str, *makers: Callable[[], Part] | Part, **options: Any) -> CaseRequest:
+    return CaseRequest(path, {"messages": _chat_messages(*makers), **options})
 
 
 def _chat_messages(*makers: Callable[[], Part] | Part) -> list[dict[str, Any]]:
@@ -119,16 +119,16 @@ def _chat_messages(*makers: Callable[[], Part] | Part) -> list[dict[str, Any]]:
 
 def _input_cases(limits: Limits) -> Iterator[Case]:
     for path in _CHATS:
-        yield Case(f"{path}: text", partial(Request, path, {"input": "A boat in a harbour."}), is_essential=True)
-        yield Case(f"{path}: two texts", partial(Request, path, {"input": ["A boat.", "Seven children."]}))
-        yield Case(f"{path}: token ids", partial(Request, path, {"input": [[1, 2, 3], [4, 5]]}))
-        yield Case(f"{path}: truncated", partial(Request, path, {"input": "A boat.", "truncate_prompt_tokens": 2}))
+        yield Case(f"{path}: text", partial(CaseRequest, path, {"input": "A boat in a harbour."}), is_essential=True)
+        yield Case(f"{path}: two texts", partial(CaseRequest, path, {"input": ["A boat.", "Seven children."]}))
+        yield Case(f"{path}: token ids", partial(CaseRequest, path, {"input": [[1, 2, 3], [4, 5]]}))
+        yield Case(f"{path}: truncated", partial(CaseRequest, path, {"input": "A boat.", "truncate_prompt_tokens": 2}))
         for modality, one in ONE.items():
             if modality in limits:
                 yield Case(f"{path}: {modality} in base64", partial(_chat, path, one, encoding_format="base64"))
                 yield Case(f"{path}: {modality}, not normalized", partial(_chat, path, one, use_activation=False))
                 yield Case(f"{path}: {modality} that does not fit", partial(_chat, path, one, truncate_prompt_tokens=4))
-    yield Case("/v1/embeddings: columns", partial(Request, "/v1/embeddings", {"input": "A boat.", "dimensions": 8}))
+    yield Case("/v1/embeddings: columns", partial(CaseRequest, "/v1/embeddings", {"input": "A boat.", "dimensions": 8}))
     yield from _scores(limits)
     if "image" in limits:
         yield from _batches()
@@ -136,9 +136,9 @@ def _input_cases(limits: Limits) -> Iterator[Case]:
 
 def _scores(limits: Limits) -> Iterator[Case]:
     texts = {"queries": "a boat", "documents": ["A boat in a harbour.", "Seven children."]}
-    yield Case("/score: texts", partial(Request, "/score", texts), is_essential=True)
+    yield Case("/score: texts", partial(CaseRequest, "/score", texts), is_essential=True)
     reranked = {"query": "a boat", "documents": texts["documents"], "top_n": 1}
-    yield Case("/rerank: texts", partial(Request, "/rerank", reranked), is_essential=True)
+    yield Case("/rerank: texts", partial(CaseRequest, "/rerank", reranked), is_essential=True)
     for modality in _SCORED:
         if modality in limits:
             one, other = ONE[modality], OTHER[modality]
@@ -146,13 +146,13 @@ def _scores(limits: Limits) -> Iterator[Case]:
             yield Case(f"/v1/rerank: {modality}s", partial(_reranked, one, other), is_essential=True)
 
 
-def _scored(one: Callable[[], Part], other: Callable[[], Part]) -> Request:
-    return Request("/score", {"queries": _content(one), "documents": [_content(other), "a boat"]})
+def _scored(one: Callable[[], Part], other: Callable[[], Part]) -> CaseRequest:
+    return CaseRequest("/score", {"queries": _content(one), "documents": [_content(other), "a boat"]})
 
 
-def _reranked(one: Callable[[], Part], other: Callable[[], Part]) -> Request:
+def _reranked(one: Callable[[], Part], other: Callable[[], Part]) -> CaseRequest:
     documents = [_content(one), "a boat", _content(other)]
-    return Request("/v1/rerank", {"query": "a boat", "documents": documents})
+    return CaseRequest("/v1/rerank", {"query": "a boat", "documents": documents})
 
 
 def _content(maker: Callable[[], Part]) -> dict[str, Any]:
@@ -163,13 +163,13 @@ def _batches() -> Iterator[Case]:
     one, other = ONE["image"], OTHER["image"]
     yield Case(
         "/v1/embeddings: batch of images",
-        lambda: Request("/v1/embeddings", {"messages": [_chat_messages(one), _chat_messages(other, _ASK)]}),
+        lambda: CaseRequest("/v1/embeddings", {"messages": [_chat_messages(one), _chat_messages(other, _ASK)]}),
         is_essential=True,
     )
     yield Case(
-        "/v1/embeddings: image in input", lambda: Request("/v1/embeddings", {"input": _chat_messages(one, _ASK)})
+        "/v1/embeddings: image in input", lambda: CaseRequest("/v1/embeddings", {"input": _chat_messages(one, _ASK)})
     )
-    yield Case("/v2/embed: images", lambda: Request("/v2/embed", {"images": [one()["image_url"]["url"]]}))
+    yield Case("/v2/embed: images", lambda: CaseRequest("/v2/embed", {"images": [one()["image_url"]["url"]]}))
 
 
 POOLING_INPUTS = EndpointKind("pooling inputs", "/pooling", _input_cases, ask=lambda parts: _chat("/pooling", *parts))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from medialane.tools.check.case import Answer, Case, EndpointKind, Limits, Request, Upload, whole_document
+from medialane.tools.check.case import Answer, Case, CaseRequest, EndpointKind, Limits, Upload, whole_document
 from medialane.tools.check.media import audio
 
 #: Several clips: vLLM cuts most models' audio after 30 s.
@@ -24,11 +24,11 @@ def _clip(pitch_hz: int, seconds: float = 1.5, **form: Any) -> bytes:
     return base64.b64decode(url.partition(",")[2])
 
 
-def _upload(path: str, data: Callable[[], bytes] | None, **fields: str) -> Request:
+def _upload(path: str, data: Callable[[], bytes] | None, **fields: str) -> CaseRequest:
     """Return an upload of at most 40 tokens: random weights would go on to the longest answer."""
     settings = {"temperature": "0", "max_completion_tokens": "40", **fields}
     files = () if data is None else (("file", Upload("speech", data(), "application/octet-stream")),)
-    return Request(path, form=(*settings.items(), *files))
+    return CaseRequest(path, form=(*settings.items(), *files))
 
 
 def _cases(path: str, _limits: Limits) -> Iterator[Case]:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from routing_parts import RouterParts, scoring_input
 
-from medialane.routing import RoutingRequest
+from medialane.routing import RoutedRequest, RoutingRequest
+from medialane.routing.policies import Choice
 from medialane.types.feature import MediaSpan
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
@@ -17,14 +18,16 @@ class World:
     def __init__(self):
         self.now = 0.0
         parts = RouterParts(clock=lambda: self.now)
-        self.state, self.costs = parts.state, parts.costs
+        self.state = parts.state
         self.slot = self.state.slots.join(Endpoint("w", "", True, WorkerLoad(), 0, same_host=True, card=CARD))
         self.state.caches.join(0, CARD.encoder_cache_tokens)
         self.state.predictions.join(0, "w")
 
     def reserve(self):
-        terms = self.costs.terms(scoring_input(REQUEST, lambda _item: 0, candidates=1), self.slot, 0)
-        return self.state.reserve(self.slot, REQUEST, terms, is_reported=False)
+        choice = Choice(self.slot.number, 0, is_reported=False, longest=0, alternatives=[])
+        routed = RoutedRequest(self.state, scoring_input(REQUEST, lambda _item: 0, candidates=1), choice, self.slot)
+        routed.begin()
+        return routed
 
     def taken(self):
         """In flight, queued, pending blocks, holders of the item."""
@@ -70,7 +73,7 @@ def test_announced_request_counts_at_another_gateway_until_its_first_token(world
     there, sent, ended = World(), [], []
     reservation = world.reserve()
     reservation.announce(lambda work: sent.append(work) or ended.append)
-    announced = there.state.reserve_announced(there.slot, *sent)
+    announced = there.state.announced(there.slot, *sent)
     assert there.taken() == world.taken() == (1, 1, 6, 1)
     assert there.slot.queued_ms == world.slot.queued_ms
     if is_computed:

@@ -4,8 +4,8 @@ vLLM's own parser would report a wrong flag as well, but needs 10 s of CPU time 
 an x86-64 server; 24 to 36 s with other load), where `medialane serve MODEL -- --wrong-flag` takes 0.9 s with the table.
 The front end's flags are also kept from workers, and secrets taken out of command lines, before vLLM is imported.
 
-`python -m medialane.vllm_bridge.flag_table > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails
-if it is out of date. Each spelling of a flag maps to the type of its value: `flag` (none), `int`, `float`, `size`
+`python tests/vllm_flag_table.py > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails if it is out
+of date. Each spelling of a flag maps to the type of its value: `flag` (none), `int`, `float`, `size`
 (8192, 8k, 8K), `size-or-auto`, `json`, `text` (not checked), `many` (one or more texts), `many-int`, or the list of its
 choices. A `?` after a type: None and the empty string are also accepted. Then follow the bounds of a number, from
 vLLM's configuration class: `float > 0 <= 1`. `frontend` are
@@ -32,7 +32,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.version import __version__
 
-from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser, parser_actions
+from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_arg_parser
 
 FlagType = str | list[str]
 
@@ -48,7 +48,8 @@ def flag_table() -> dict[str, Any]:
     frontend: list[str] = []
     processor: list[str] = []
     engine = {field.name for field in fields(AsyncEngineArgs)}
-    for action in parser_actions(make_arg_parser(FlexibleArgumentParser())):
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public interface for that
         flag_type = _type_of(action)
         if isinstance(flag_type, str):
             flag_type = " ".join([flag_type, *_bounds(action)])
