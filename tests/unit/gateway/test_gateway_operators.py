@@ -182,15 +182,15 @@ async def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests
     tried.prompt_sent()
     now = time.perf_counter()
     tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {}, times=(now - 0.25, now))
-    (answered,) = json.loads(member.endpoints.decisions({"limit": "1"}))["decisions"]
+    (answered,) = json.loads(await member.endpoints.decisions({"limit": "1"}))["decisions"]
     assert (answered["sent"], answered["engine_cached_tokens"]) == (True, 8)
     assert answered["first_token_ms"] == 250
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
-def test_non_numeric_decision_limit_is_rejected_by_name(limit):
+async def test_non_numeric_decision_limit_is_rejected_by_name(limit):
     with pytest.raises(InvalidRequest) as raised:
-        Member().endpoints.decisions({"limit": limit})
+        await Member().endpoints.decisions({"limit": limit})
     assert raised.value.param == "limit"
 
 

@@ -51,7 +51,7 @@ ABOUT_ONE_MODALITY = {
     "gateway/request/store_features.py": "the budget of images",
     "media/container.py": "what video and audio files have in common",
     "media/data_url.py": "images published for RDMA reads",
-    "store/encoded_store.py": "images published for RDMA reads",
+    "store/published_images.py": "images published for RDMA reads",
     "store/items.py": "the budget of images",
     "tools/compare/client.py": "the name of an uploaded file",
     "tools/compare/traffic.py": "made-up media in place of recorded ones",
