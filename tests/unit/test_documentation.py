@@ -131,7 +131,8 @@ def test_api_page_names_every_endpoint_of_ours():
     """Those of vLLM's app: tests/contract/test_access.py."""
     nodes = [node for path in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    paths = {text for text in texts if re.fullmatch(r"/medialane/([\w/{}]*[\w}])?", text)}
+    found = (re.fullmatch(r"(?:[A-Z]+ )?(/medialane/(?:[\w/{}]*[\w}])?)", text) for text in texts)
+    paths = {match[1] for match in found if match}
     rows = re.findall(r"^\| (`/.+?) \| medialane \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     listed = {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
     assert "/medialane/state" in paths
