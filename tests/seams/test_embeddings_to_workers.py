@@ -339,7 +339,7 @@ async def test_gateway_with_some_workers_that_cannot_load_embeddings_sends_them_
     assert parts.count("medialane_embeddings_total", outcome="fallback") >= 2
 
 
-async def test_url_whose_content_changes_before_its_embedding_is_replaced_is_not_answered_from_both(host, monkeypatch):
+async def test_url_whose_content_changes_before_its_embedding_is_replaced_is_not_answered_from_both(host):
     url = "http://host/a.png"
     parts, worker = await host.add()
     parts.fetcher.contents[url] = png(seed=1)
@@ -349,6 +349,6 @@ async def test_url_whose_content_changes_before_its_embedding_is_replaced_is_not
     with open_scope():
         prepared = await parts.gateway.prepare(media)
         parts.fetcher.contents[url] = png(seed=2)
-        fail_once(monkeypatch, worker, "store")
+        fail_once(worker, "store")
         with pytest.raises(GenerationFailed, match="could not be transferred"):
             await parts.generate(request("r", prepared.token_ids), prepared)

@@ -91,9 +91,10 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.learned.processor_factory:build_proce
 
 
 class StoreParts(NamedTuple):
-    """What a store is made of, where a fake can take the place of vLLM, of preparers or of NIXL."""
+    """What a store is made of, where a fake can take the place of vLLM (`processor`: by default PROCESSOR_FACTORY), of
+    preparers or of NIXL."""
 
-    processor: str = PROCESSOR_FACTORY
+    processor: str = ""
     pool: Callable[..., PreparerPool] = PreparerPool
     mover: Callable[..., NixlMover] = NixlMover
 
@@ -151,8 +152,9 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     prebuild_processor(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
-def _factory(config: Config, processor: str = PROCESSOR_FACTORY) -> str:
-    return processor if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY
+def _factory(config: Config, processor: str = "") -> str:
+    is_decoded = prepared_stage(config.gateway.stage).is_decoded
+    return (processor or PROCESSOR_FACTORY) if is_decoded else NO_PROCESSOR_FACTORY
 
 
 def _factory_config(config: Config, model: str, vllm_args: Sequence[str]) -> bytes:
