@@ -35,14 +35,17 @@ async def test_gateway_without_weights_and_worker_with_them_agree(vllm_engine, s
 
 
 @pytest.mark.parametrize("flags", [(), ("--dtype=float32", "--max-model-len=1234")], ids=repr)
-def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags, monkeypatch):
+def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags):
     """A gateway refuses a store that processes media otherwise."""
     from huggingface_hub import constants
 
     from medialane.vllm_bridge.learned.processor_factory import build_processor
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which `build_processor` changes
-    processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
+    is_offline = constants.HF_HUB_OFFLINE
+    try:
+        processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
+    finally:
+        constants.HF_HUB_OFFLINE = is_offline
     assert processor.settings == settings_of(*flags)
 
 

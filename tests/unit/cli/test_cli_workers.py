@@ -9,7 +9,6 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.cli import main
-from medialane.cli import workers as command
 from medialane.gateway import WorkerInfo
 from medialane.observability import Metrics
 from medialane.types.request import Endpoint, WorkerLoad
@@ -78,8 +77,7 @@ def _endpoint(worker):
 
 
 @pytest.fixture
-async def serve(monkeypatch):
-    monkeypatch.setattr(command, "_POLL_S", 0.01)
+async def serve():
     runners = []
 
     async def start(gateway):

@@ -202,10 +202,10 @@ def test_levels_that_a_library_raises_are_restored():
 
 
 @pytest.fixture
-def streams_restored(monkeypatch):
-    for name in ("stdout", "stderr", "excepthook"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))
+def streams_restored():
+    stdout, stderr, excepthook = sys.stdout, sys.stderr, sys.excepthook
     yield
+    sys.stdout, sys.stderr, sys.excepthook = stdout, stderr, excepthook
     logging.captureWarnings(False)
 
 
