@@ -39,7 +39,7 @@ def reader(renderer):
     llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config)
     found = RequestReader(llm, ModelProfile(renderer.get_mm_processor()), set(), None)
     yield found
-    found.close()
+    found.sources.close()
 
 
 @pytest.fixture(scope="module")

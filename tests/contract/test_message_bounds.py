@@ -56,7 +56,7 @@ MESSAGES = {
     "Shape": sent_tensors.Shape,
     "Number": sent_tensors.Number,
     "EmbeddingPlan": EmbeddingPlan,
-    "Published": kv_events.Published,
+    "PublishedBatch": kv_events.PublishedBatch,
 }
 
 #: Decoded, but not messages; the last four are what a store has written for the next one, each bounded in bytes.
@@ -140,7 +140,7 @@ EXPLAINED = {
     "Nested.items": HEADER,
     "EmbeddingPlan.loads": ITEMS,
     "EmbeddingPlan.fills": ITEMS,
-    "Published.events": BLOCKS,
+    "PublishedBatch.events": BLOCKS,
     "BlockStored.block_hashes": BLOCKS,
     "BlockStored.token_ids": BLOCKS,
     "BlockStored.extra_keys": BLOCKS,

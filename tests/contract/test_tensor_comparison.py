@@ -2,13 +2,14 @@
 
 import os
 
+import msgspec
 import pytest
 from tiny_families import FAMILIES
 
 from medialane.cli import main
 from medialane.testing.tiny_model import cache_folder
 from medialane.tools.check.tensor_program import run
-from medialane.tools.check.tensors import TensorTask, decode
+from medialane.tools.check.tensors import TensorReport, TensorTask
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -62,7 +63,7 @@ def test_command_prints_a_table_and_writes_a_report(tiny_model, tmp_path, capsys
     words = ["check", str(tiny_model), "--tensors", "--only", "57x31", "--json", str(tmp_path / "report.json")]
     assert main([*words, "--", "--max-model-len=4096"]) == 0
     assert "1 of 1 items have plain vLLM's tensors in medialane" in capsys.readouterr().out
-    report = decode((tmp_path / "report.json").read_bytes())
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=TensorReport)
     assert [item.item for item in report.items] == ["image 57x31"]
 
 
