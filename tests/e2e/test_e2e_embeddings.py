@@ -5,7 +5,7 @@ import json
 
 import pytest
 from embedding_requests import Engines, ask, at_both_workers, evict, evict_unheld, nothing_is_held
-from openai_http import chat, in_flight, long_chat, picture, text, video
+from openai_http import chat, in_flight, load, long_chat, picture, text, video
 from process_tree import descendants, suspended
 
 from host_state import store_link
@@ -82,11 +82,13 @@ async def test_eviction_between_routing_and_load_spares_what_is_to_be_loaded(our
     """What is evicted is overwritten: an embedding that nobody held would give another answer."""
     await ask(ours, picture(710), ASK)
     before = await engines.counts()
-    contents = [(text(f"Question {number}:"), picture(710), ASK) for number in range(8)]
     workers = [serve.worker_pid(address) for address in serve.worker_addresses()]
+    contents, asked = [], []
     with suspended(*(pid for worker in workers for pid in descendants(worker))):
-        asked = [asyncio.create_task(ask(ours, *content)) for content in contents]
-        await eventually(lambda: in_flight(ours, len(contents)), "all requests are at a worker", 30)
+        while not all((await load(ours)).values()):  # one after the other: a worker that reports a queue gets no more
+            contents.append((text(f"Question {len(asked)}:"), picture(710), ASK))
+            asked.append(asyncio.create_task(ask(ours, *contents[-1])))
+            await eventually(lambda: in_flight(ours, len(asked)), "all requests are at a worker", 30)
         evict_unheld(serve)
         await asyncio.sleep(EVICTED_S)  # time: the store evicts at once, and has no message for it
     for content, found in zip(contents, await asyncio.gather(*asked), strict=True):
