@@ -37,7 +37,7 @@ def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view):
     from medialane.vllm_bridge.items.arena_tensors import pinned
 
     view, descriptor = view
-    registered = pinned(view.memory)
+    registered = pinned(view.memory, torch.cuda)
     assert registered is not None
     tensor = tensor_over(SPEC, view.tensor(descriptor))
     wait_until(tensor.is_pinned)
@@ -53,10 +53,10 @@ def test_registration_that_cuda_refuses_is_logged_and_kernels_run(view, caplog):
     from medialane.vllm_bridge.items.arena_tensors import pinned
 
     view, _ = view
-    registered = pinned(view.memory)
+    registered = pinned(view.memory, torch.cuda)
     wait_until(torch.frombuffer(view.memory, dtype=torch.uint8).is_pinned)
     caplog.set_level("WARNING", "medialane")
-    pinned(view.memory).release()  # it is registered already
+    pinned(view.memory, torch.cuda).release()  # it is registered already
     assert "the arena is not pinned" in caplog.text
     assert torch.ones(4, device="cuda").sum().item() == 4
     registered.release()
