@@ -74,7 +74,7 @@ class SettingsChange(msgspec.Struct, frozen=True):
         parts = {"changed": self.changed, "files read again": self.files}
         lines = [f"{text}: {', '.join(flags)}" for text, flags in parts.items() if flags]
         lines += [f"gateway {index} has not read its settings again: see its log" for index in self.gateways_missing]
-        return "\n".join(lines) or "no setting has changed"
+        return "\n".join(lines) or "nothing that is read again has changed (other settings need a restart)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

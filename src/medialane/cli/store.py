@@ -91,15 +91,11 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.learned.processor_factory:build_proce
 
 
 class StoreParts(NamedTuple):
-    """What a store is made of, where a fake can take the place of vLLM (`processor`: by default PROCESSOR_FACTORY), of
-    preparers or of NIXL."""
+    """What a store is made of, where a fake can take the place of vLLM, of preparers or of NIXL."""
 
-    processor: str = ""
+    processor: str
     pool: Callable[..., PreparerPool] = PreparerPool
     mover: Callable[..., NixlMover] = NixlMover
-
-
-_PARTS = StoreParts()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,12 +145,13 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
     defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
     environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-    prebuild_processor(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
+    prebuild_processor(
+        ProcessorSource(_factory(config, PROCESSOR_FACTORY), _factory_config(config, model, vllm_args), environment)
+    )
 
 
-def _factory(config: Config, processor: str = "") -> str:
-    is_decoded = prepared_stage(config.gateway.stage).is_decoded
-    return (processor or PROCESSOR_FACTORY) if is_decoded else NO_PROCESSOR_FACTORY
+def _factory(config: Config, processor: str) -> str:
+    return processor if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY
 
 
 def _factory_config(config: Config, model: str, vllm_args: Sequence[str]) -> bytes:
@@ -170,7 +167,7 @@ def _preparer_environ(
 
 
 async def serve(
-    config: Config, model: str, vllm_args: Sequence[str], address: str, *, parts: StoreParts = _PARTS
+    config: Config, model: str, vllm_args: Sequence[str], address: str, *, parts: StoreParts | None = None
 ) -> int:
     """Serve until this process gets SIGINT or SIGTERM: 0, or NOT_NEEDED if the model takes no media. Raises
     StartupFailed."""
@@ -178,7 +175,7 @@ async def serve(
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
             arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
-            store = _Store(config, model, vllm_args, arena, parts=parts)
+            store = _Store(config, model, vllm_args, arena, parts=parts or StoreParts(PROCESSOR_FACTORY))
             takes_media = await unless_set(stop.asked, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")

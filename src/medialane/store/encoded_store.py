@@ -1,4 +1,4 @@
-"""Encoded media in the arena: received directly into it, and looked up by content (implements `media.Bodies`).
+"""Encoded media in the arena: received directly into it (`open`), and looked up by content.
 
 An entry is cached under its content hash, or under content hash and salt for a tenant. It is described for the modality
 in which it was received; a lookup for another modality (the audio of a video) gets the same bytes, sniffed again.

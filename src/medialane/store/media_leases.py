@@ -1,4 +1,4 @@
-"""Media that clients send once (`core.media_lease`): received into the arena, leased, and found by later requests.
+"""Media that clients send once (`types.media_lease`): received into the arena, leased, and found by later requests.
 
 A gateway writes them as they arrive: to a range of the declared length or, without one, to ranges of `STEPS` in turn,
 between which it copies. The lease then pins the entry of their bytes, which requests with the same media may share,

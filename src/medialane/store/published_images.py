@@ -1,4 +1,4 @@
-"""Images that are published for RDMA reads (`media.published_image`), by clients and by this store.
+"""Images that are published for RDMA reads (`media.data_url.PublishedImage`), by clients and by this store.
 
 NVIDIA Dynamo's `nixl_connect` is the other end: a readable operation, which ends with the reader's notification. Its
 owner may reuse the memory afterwards, so each is read at most once; later requests with the same URL use the cache.

@@ -1,4 +1,4 @@
-"""A mover copies entries from another store's arena into this store's. Beside tcp (`transfer.py`) there is `nixl`.
+"""A mover copies entries from another store's arena into this store's. Beside tcp (`peers.py`) there is `nixl`.
 
     destination store                              source store
     open(RemoteEntry)              --->            checks the capability, holds the entry

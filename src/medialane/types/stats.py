@@ -79,7 +79,7 @@ class EmbeddingStats(msgspec.Struct, frozen=True):
 
 
 class MediaLeaseStats(msgspec.Struct, frozen=True):
-    """Media that clients have sent to be kept (`core.media_lease`), uploads that are being received included."""
+    """Media that clients have sent to be kept (`types.media_lease`), uploads that are being received included."""
 
     num_leases: int = 0
     num_bytes: int = 0

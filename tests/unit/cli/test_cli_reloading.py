@@ -176,4 +176,4 @@ def test_change_is_shown():
         "files read again: --keys",
         "gateway 1 has not read its settings again: see its log",
     ]
-    assert str(SettingsChange()) == "no setting has changed"
+    assert str(SettingsChange()) == "nothing that is read again has changed (other settings need a restart)"

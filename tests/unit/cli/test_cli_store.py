@@ -124,7 +124,9 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
             await super().start()
 
     config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
-    serving = asyncio.create_task(store.serve(config, "model", [], address, parts=store.StoreParts(pool=SlowPool)))
+    serving = asyncio.create_task(
+        store.serve(config, "model", [], address, parts=store.StoreParts(store.PROCESSOR_FACTORY, pool=SlowPool))
+    )
     link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.arena is not None and link.status is not None)
@@ -145,7 +147,7 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
 
 
 async def test_store_reads_published_images_if_the_operator_allows_it(config, address):
-    parts = store.StoreParts(mover=partial(NixlMover, factory=FAKE))
+    parts = store.StoreParts(store.PROCESSOR_FACTORY, mover=partial(NixlMover, factory=FAKE))
     settings = {**SETTINGS, "stage": "url", "allow-media-rdma": "true", "peer-nixl": "on"}
     config = load_config({**settings, "arena-directory": config.arena.directory}, environ={})
     serving = asyncio.create_task(store.serve(config, "model", [], address, parts=parts))

@@ -187,10 +187,10 @@ async def test_second_abort_does_not_interrupt_the_release(net, raw):
 
 async def test_release_is_sent_in_the_same_write_as_the_final_output(net, raw, monkeypatch):
     written = []
-    write = Connection._write
+    write = Connection._write  # nobody else sees which messages are in one write
 
     def recorded(connection):
-        written.append(bytes(connection._buffer))
+        written.append(bytes(connection._buffer))  # likewise
         write(connection)
 
     monkeypatch.setattr(Connection, "_write", recorded)

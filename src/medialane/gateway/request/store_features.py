@@ -290,7 +290,7 @@ class StoreFeatures:
 
     async def publish(self, entry: ArenaRange) -> bytes:
         """Publish a decoded image, which the caller holds, for an RDMA read by another process; return its
-        `media.published_image.PublishedImage` as JSON. Raises MediaUrlForbidden unless the operator allows it."""
+        `media.data_url.PublishedImage` as JSON. Raises MediaUrlForbidden unless the operator allows it."""
         reply = await self._link.call(lambda call_id: PublishImage(call_id, entry), arena=entry.arena)
         return cast("ImagePublished", reply).image
 

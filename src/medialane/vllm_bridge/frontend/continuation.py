@@ -1,4 +1,4 @@
-"""Implements `core.continuation` for vLLM: what an answer of one engine needs to go on in another.
+"""Implements `types.request.Continuable` for vLLM: what an answer of one engine needs to go on in another.
 
 Theory of operation. The rest of a completion is a request whose prompt is followed by the tokens that were delivered.
 Most of what shapes a token depends on the tokens before it, wherever they come from. What depends on which of them are
@@ -73,7 +73,7 @@ class Continuations:
 
 
 class ContinuableAnswer:
-    """Implements `core.continuation.Continuable`. `prompt_token_ids` are set anew if a worker has expanded them."""
+    """Implements `types.request.Continuable`. `prompt_token_ids` are set anew if a worker has expanded them."""
 
     __slots__ = ("_common", "_params", "prompt_token_ids")
 
@@ -114,7 +114,7 @@ class ContinuableAnswer:
 
 
 class RestOfCompletion:
-    """Implements `core.continuation.RestOfChoice`."""
+    """Implements `types.request.RestOfChoice`."""
 
     def __init__(
         self,

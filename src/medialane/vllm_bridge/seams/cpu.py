@@ -1,32 +1,30 @@
-"""vLLM's CPU execution: the model in the EngineCore process itself, on a machine without a GPU.
+"""vLLM's processes on a machine without a GPU; on a GPU, vLLM decides.
 
-vLLM 0.32 does so on GPUs (`UniProcExecutor`), but runs a CPU model in a separate process, since it configures OpenMP by
-environment variables, which are read when the library is loaded (`platforms/cpu.py`). EngineCore and that process then
-exchange every step through shared memory, and the waiting side spins: one model keeps two cores busy, and each step
-costs two messages. Here the threads are configured by calls instead, and a step is a function call.
+*The model runs in the EngineCore process itself.* vLLM 0.32 does so on GPUs (`UniProcExecutor`), but runs a CPU model
+in a separate process, since it configures OpenMP by environment variables, which are read when the library is loaded
+(`platforms/cpu.py`). EngineCore and that process then exchange every step through shared memory, and the waiting side
+spins: one model keeps two cores busy, and each step costs two messages. Here the threads are configured by calls
+instead, and a step is a function call.
 
 The cores are those that vLLM would choose (`OMPProcessManager`, which honours VLLM_CPU_OMP_THREADS_BIND): all but the
 one reserved for other processes.
 
-EngineCore as a fork of the worker, on a machine without a GPU.
+*EngineCore is a fork of the worker.* vLLM spawns it: a new interpreter, which imports vLLM again and has pages of its
+own. What that is for, OpenMP settings by environment variables, is done by calls here (`CpuExecutor`). The processes
+that run a model of several ranks are spawned by EngineCore, as vLLM does: their cores are set by variables.
 
-vLLM spawns it there: a new interpreter, which imports vLLM again and has pages of its own. What that is for, OpenMP
-settings by environment variables, is done by calls here (`CpuExecutor`). The processes that run a model of several
-ranks are spawned by EngineCore, as vLLM does: their cores are set by variables. On a GPU, vLLM decides.
-
-Waiting between vLLM's processes on a machine without a GPU.
-
-If a model runs in several processes (tensor or pipeline parallel), EngineCore exchanges every step with them through
-shared memory. A reader waits in `SpinCondition`: it spins in `sched_yield` for a second after the last message, then
-sleeps until the writer's notification. On two cores such spinners keep every other process off the CPU: with Linux 6.18
-and one stream of 6000 tokens the gateway waited up to 5 s for a core, and gateways considered workers dead. Sleeping at
-every poll lets the others run, but halves the tokens per second, since each step waits for timers.
+*Waiting between processes.* If a model runs in several processes (tensor or pipeline parallel), EngineCore exchanges
+every step with them through shared memory. A reader waits in `SpinCondition`: it spins in `sched_yield` for a second
+after the last message, then sleeps until the writer's notification. On two cores such spinners keep every other process
+off the CPU: with Linux 6.18 and one stream of 6000 tokens the gateway waited up to 5 s for a core, and gateways
+considered workers dead. Sleeping at every poll lets the others run, but halves the tokens per second, since each step
+waits for timers.
 
 So readers spin while a step is running, with an occasional short sleep that lets the kernel run waiting processes; and
 they block on the notification soon after the last message, not after a second.
 
-On GPU hosts, where cores are many and steps are short, vLLM's behaviour is unchanged. The seam is private to vLLM 0.32;
-`tests/contract/test_vllm_cpu_waiting.py` pins it. A model in one process does not wait at all.
+The seam is private to vLLM 0.32; `tests/contract/test_vllm_cpu_waiting.py` pins it. A model in one process does not
+wait at all.
 """
 
 from __future__ import annotations
@@ -51,6 +49,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from medialane.runtime.forked_ahead import ForkedContext, forked_ahead
 
+logger = logging.getLogger(__name__)
+
 QUALIFIED_NAME = f"{__name__}.CpuExecutor"
 
 
@@ -72,9 +72,6 @@ def set_threads(cpu_lists: list[list[int]]) -> None:
     # single thread is best left to the kernel's scheduler.
     if len(cores) > 1:
         os.sched_setaffinity(0, cores)
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
