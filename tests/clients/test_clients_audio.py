@@ -38,7 +38,7 @@ async def servers(tmp_path_factory):
     model, logs = str(family.build(cache_folder(os.environ))), tmp_path_factory.mktemp("audio")
     runtime = Path(tempfile.mkdtemp(prefix="ml-cli-"))
     environ = {**TINY_MODEL_ENVIRON, **os.environ, "XDG_RUNTIME_DIR": str(runtime)}
-    flags = (*family.flags, "--api-key", KEY)
+    flags = (*family.flags, "--max-model-len=512", "--api-key", KEY)  # random weights go on to the end
     ours = MedialaneProcess.spawn("serve", model, FLAGS, flags, environ=environ, log=logs / "serve.log")
     plain_flags, log = (*flags, ONE_PROCESS_ENGINE), logs / "plain.log"
     try:
