@@ -59,7 +59,7 @@ class Host:
         reservation.buffer[:] = bytes(num_bytes)
         return Destination(reservation.range, reservation.buffer)
 
-    async def read(self, opened: OpenedEntry, deadline_s: float = 10.0) -> bytes:
+    async def read(self, opened: OpenedEntry, deadline_s: float = 60.0) -> bytes:
         """Read to a new range, and return what is there."""
         destination = self.destination(opened.entry.range.nbytes - 64)
         await self.mover.read(opened, destination, deadline_s=deadline_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,6 +78,12 @@ class FakeAgent:
 
     def notifications(self) -> list[bytes]:
         return []
+
+
+def slow_agent(name: str) -> FakeAgent:
+    """Return an agent after 3 s, as on a host where NIXL's libraries are read from a busy disk."""
+    time.sleep(3.0)
+    return FakeAgent(name)
 
 
 def _is_stopped(pid: int) -> bool:

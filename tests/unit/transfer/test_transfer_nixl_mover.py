@@ -9,10 +9,12 @@ import signal
 import msgspec
 import pytest
 
+from medialane.arena import ENTRY_HEADER_BYTES
 from medialane.transfer import StillWriting
 from medialane.transfer.nixl import child as child_module
 from medialane.transfer.nixl.agent import MAX_READS
 from medialane.types.errors import TransferFailed
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually, iterations
 
@@ -69,6 +71,19 @@ async def test_processes_are_started_when_they_are_first_needed(owner, reader):
     assert reader.mover.pid is None
     await reader.read(opened)
     assert reader.mover.pid
+
+
+async def test_start_of_the_process_does_not_count_for_a_published_image(hosts, owner):
+    data, reader = b"pixels" * 1000, hosts(factory="medialane.testing.fake_nixl:slow_agent")
+    with owner.arena.reserve(len(data)) as reservation:
+        reservation.buffer[:] = data
+        spec = TensorSpec("uint8", (len(data),))
+        published = await owner.mover.publish([TensorDescriptor(spec, reservation.range, ENTRY_HEADER_BYTES)])
+        destination = reader.destination(len(data))
+        tensor = TensorDescriptor(spec, destination.range, ENTRY_HEADER_BYTES)
+        await reader.mover.read_published(published.metadata, [tensor], deadline_s=2)
+        published.completed.cancel()
+    assert destination.payload == data
 
 
 async def test_concurrent_calls_start_one_process(owner):
@@ -219,7 +234,7 @@ async def test_reads_fail_when_the_mover_process_has_exited(owner, reader, numbe
 
 async def test_process_that_keeps_failing_is_restarted_after_a_growing_pause(owner, reader):
     opened = await owner.opened(DATA)
-    for _ in range(2):
+    for _ in range(3):  # to a pause of 2 s, which a slow start does not use up
         await eventually(lambda: reader.mover.offer(wait=True))
         reader.kill()
         await eventually(lambda: reader.mover.pid is None)

@@ -147,12 +147,15 @@ class NixlMover:
         self, metadata: RdmaMetadata, destinations: Sequence[TensorDescriptor], *, deadline_s: float
     ) -> None:
         """Copy what another process has published (`publish`, or `create_readable` of `nixl_connect`) to reserved
-        ranges of our arena, and notify it. Raises like `read`."""
+        ranges of our arena, and notify it. Raises like `read`.
+
+        The start of the process does not count towards `deadline_s`: there is no other way to read these."""
         sizes = [tensor.spec.nbytes for tensor in destinations]
         if sizes != [source.size for source in metadata.descriptors]:
             raise TransferFailed(f"the published descriptors do not have the sizes {sizes}")
         offsets = [tensor.range.offset + tensor.offset for tensor in destinations]
         agent, key = metadata.agent_metadata(), metadata.notification_key
+        await self._running()
         await self._read(agent, metadata.descriptors, offsets, deadline_s=deadline_s, notification=key)
 
     async def close(self) -> None:
