@@ -138,7 +138,12 @@ clean:          ## remove .venv and every cache
 # that neither import vLLM nor start it run in several processes (pytest-xdist). Property tests use the same examples in
 # every run, so that a failure is caused by the change under test; `make fuzz` searches for new examples, as does plain
 # pytest. With ARGS a kind may have no tests (pytest's exit status 5).
-pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow $(quickly)" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
+pytest = echo "$(BIN)/pytest $(1)"; $(selected) $(1) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || $(call again,$(1)) || exit $$status; }
+selected = $(BIN)/pytest -m "not gpu and not slow $(quickly)" --hypothesis-profile=ci $(ARGS)
+
+# With RETRY=1, as .ci/run calls it, tests that failed are tried once more, alone: of 12,000 tests on a machine whose load is
+# not ours, one may exceed a bound of time. The output says which; a person's `make test` shows the first failure.
+again = { [ $$status = 1 -a -n '$(RETRY)' ] && echo "medialane: what failed is tried again, alone" && $(selected) $(1) -n 0 --last-failed --last-failed-no-failures none --maxfail 1; }
 
 # What is installed is what requirements/*.txt lists, each file of it with its hash: nothing is resolved, nothing added. uv does
 # it in a tenth of pip's time; where there is none, pip does (requirements/install.py).
