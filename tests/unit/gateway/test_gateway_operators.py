@@ -41,6 +41,7 @@ from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
 from medialane.types.media import MediaRef
 from medialane.types.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
+from waiting import eventually
 
 BEARER = {"authorization": "Bearer admin"}
 #: Faster than the second of real servers.
@@ -271,10 +272,13 @@ async def test_nothing_is_made_while_nobody_looks():
     async with member.serving() as session:
         async with session.get("/medialane/state/stream") as response:
             await response.content.readuntil(b"data: ")
-        await asyncio.sleep(3 * INTERVAL_S)  # time: the stream notices within an interval that its client has gone
-        number = member.num_parts
-        await asyncio.sleep(6 * INTERVAL_S)  # time: nothing happens meanwhile
-        assert member.num_parts == number
+
+        async def rests():
+            number = member.num_parts
+            await asyncio.sleep(6 * INTERVAL_S)  # time: in which a stream would have six
+            return member.num_parts == number
+
+        await eventually(rests, "the stream notices within an interval that its client has gone")
 
 
 @contextlib.asynccontextmanager
@@ -324,9 +328,12 @@ async def test_any_gateway_answers_for_all():
         assert listed["requests"][0]["id"] == "running"
         assert (await get(session, "/medialane/requests/theirs"))["gateway"] == "1"
         await other.aclose()
-        await asyncio.sleep(2 * INTERVAL_S)  # time: until the last document is outdated
-        state = await get(session, "/medialane/state")
-        assert [each["up"] for each in state["gateways"]] == [True, False]
+
+        async def is_missing():
+            state = await get(session, "/medialane/state")
+            return [each["up"] for each in state["gateways"]] == [True, False]
+
+        await eventually(is_missing, "the last document is outdated within an interval")
         listed = await get(session, "/medialane/requests")
         assert ([each["id"] for each in listed["requests"]], listed["gateways_missing"]) == (["mine"], ["1"])
 

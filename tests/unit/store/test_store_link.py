@@ -47,10 +47,10 @@ async def test_call_in_the_iteration_in_which_the_connection_is_lost_waits_for_t
 
 
 async def test_only_waiting_counts_towards_the_deadline(world):
-    gateway = await world.client(wait_timeout_s=0.5)
+    gateway = await world.client(wait_timeout_s=1.5)
     world.items.gate = asyncio.Event()
     call = asyncio.create_task(gateway.find("a"))
-    await asyncio.sleep(0.6)  # time: the call takes longer than it may wait
+    await asyncio.sleep(1.6)  # time: the call takes longer than it may wait
     await gateway.lose_connection()
     world.items.gate.set()
     gateway.release(await call)
@@ -68,7 +68,7 @@ async def test_entries_of_a_removed_arena_are_refused_without_waiting_for_the_ne
     await world.close()
     await eventually(lambda: worker.link.arena is None)
     with pytest.raises(StoreUnavailable):
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(3):
             await StoreEntries(worker.link).hold([entry])
     await worker.exit()
 

@@ -234,7 +234,7 @@ async def test_address_of_a_store_that_does_not_answer_is_not_the_only_one_tried
             entry = msgspec.structs.replace(source.grant(stored), address=f"tcp://store.example:{port}")
             started = time.monotonic()
             (await pull(destination, entry)).release()
-            assert time.monotonic() - started < 1.5, "at most the delay between two addresses"
+            assert time.monotonic() - started < 5, "the delay between two addresses, not the time for a connection"
 
 
 @pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "tcp://0.0.0.0:0", "tcp://10.255.255.1:0", "nonsense"])
