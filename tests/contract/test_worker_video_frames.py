@@ -8,8 +8,8 @@ from medialane.types.errors import TooManyFrames
 from medialane.types.feature import MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaSize
-from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.seams import multimodal
+from model_parts import source_renderer
 from video_clips import clip
 
 MOST = 16
@@ -20,7 +20,7 @@ def load(monkeypatch):
     """Decode a clip of so many frames with a request's options, as a worker's loader of this name."""
     monkeypatch.setattr(multimodal.opencv, "decode_opencv", multimodal.vllm_decode)
     multimodal.limit_sampled_frames(MOST)
-    source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
+    source = source_renderer(None, config=SimpleNamespace(multimodal_config=None))
 
     async def decode(total, backend, **options):
         monkeypatch.setattr("medialane.vllm_bridge.engine.source_prompt.video_backend", lambda _config: backend)

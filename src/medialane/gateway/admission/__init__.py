@@ -1,6 +1,6 @@
 """Admission: which requests are accepted, and in which order they are served, by how long others have waited."""
 
-from medialane.gateway.admission.concurrency import Admission
+from medialane.gateway.admission.concurrency import Admission, OldestFirst
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.flow import Flow
 from medialane.gateway.admission.queues import (
@@ -13,7 +13,7 @@ from medialane.gateway.admission.queues import (
     Ticket,
 )
 from medialane.gateway.admission.shared_counts import SharedCounts
-from medialane.gateway.admission.tenants import Tenant, Tenants
+from medialane.gateway.admission.tenants import Tenant, TenantLimits, Tenants
 
 __all__ = [
     "Admission",
@@ -21,12 +21,14 @@ __all__ = [
     "Arrival",
     "Flow",
     "MustWait",
+    "OldestFirst",
     "Preparation",
     "QueueLimits",
     "QueuedRequest",
     "Queues",
     "SharedCounts",
     "Tenant",
+    "TenantLimits",
     "Tenants",
     "Ticket",
 ]
