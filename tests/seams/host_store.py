@@ -42,9 +42,9 @@ def store_address(arena: Arena) -> str:
 class StoreClientTask:
     """A link that stays connected until `close`."""
 
-    def __init__(self, address: str, directory: str, **settings: object) -> None:
+    def __init__(self, address: str, directory: str, *, link: type[StoreLink] = StoreLink, **settings: object) -> None:
         settings = {"rpc": RPC, "wait_timeout_s": WAIT_S, **settings}
-        self.link = StoreLink(address, arena_directory=directory, **settings)
+        self.link = link(address, arena_directory=directory, **settings)
         self._running = asyncio.create_task(self.link.run())
 
     async def close(self) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from medialane.arena import index as index_module
 from medialane.arena.index import SLOT_BYTES, Index, Indexed, State
-from medialane.arena.layout import PAGE_BYTES
 from medialane.types.tensor import ArenaRange
 
 ARENA = "ab" * 16
+PAGE_BYTES = 4096
 GENERATIONS = (1, 2, 3)
 
 
