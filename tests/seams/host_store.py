@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from medialane.arena import Arena
@@ -14,6 +15,7 @@ from medialane.prepare import PreparerPool
 from medialane.runtime.tasks import LoopFairness
 from medialane.store import (
     Aliases,
+    EncodedStore,
     Items,
     MediaLeases,
     PublishedImages,
@@ -50,6 +52,13 @@ class StoreClientTask:
     async def close(self) -> None:
         self._running.cancel()
         await asyncio.wait([self._running])
+
+
+@asynccontextmanager
+async def fetching(arena: Arena, media: MediaConfig) -> AsyncIterator[Fetcher]:
+    """What a store fetches by, into `arena`."""
+    async with Fetcher(media, open_body=EncodedStore(arena, media).open) as fetcher:
+        yield fetcher
 
 
 class HostStore:

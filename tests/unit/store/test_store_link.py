@@ -10,7 +10,6 @@ import pytest
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
-from medialane.runtime.tasks import LoopFairness
 from medialane.store import StoreEntries, StoreLink
 from medialane.types.errors import StartupFailed, StoreUnavailable
 from medialane.types.hashing import content_hash
@@ -134,8 +133,8 @@ class CuttingLink(StoreLink):
         return super().payload(entry)
 
 
-async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world):
-    fairness, gateway = LoopFairness(), await world.client(link=CuttingLink)
+async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world, fairness):
+    gateway = await world.client(link=CuttingLink)
     gateway.link.cable = gateway.cable
     features = StoreFeatures(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
     data = b"u" * (4 << 20)
@@ -148,4 +147,3 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
         start = lease.range.offset + 64
         assert bytes(world.arena.view.memory[start : start + len(data)]) == data
     item.hold.release()
-    fairness.close()
