@@ -19,6 +19,7 @@ from medialane.config import as_environ, load_config
 from medialane.gateway import open_scope
 from medialane.types.errors import AuthenticationFailed
 from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.wire import Security
 from waiting import eventually, wait_until
 
 SECRET = "a secret of the tests"
@@ -76,6 +77,7 @@ async def test_gateway_with_another_secret_is_refused_and_both_logs_say_so(
         new.write_text(secret)
         new.chmod(0o600)
         new.rename(file)
+        Security.load.cache_clear()  # a process reads it once; this one is now like another
 
     keep(SECRET)
     rpc = msgspec.structs.replace(gateway_rpc, shared_secret="", secret_file=str(file))

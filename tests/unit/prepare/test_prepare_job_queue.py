@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from preparer_pools import png, put
 
-from medialane.prepare.job_queue import Job, JobQueue, JobResult
+from medialane.prepare.job_queue import INITIAL_S, Job, JobQueue, JobResult, WorkEstimate
 from medialane.prepare.messages import ProcessItem
 from medialane.types.errors import MediaOverloaded, Unavailable
 
@@ -184,3 +184,30 @@ async def test_waiting_work_is_estimated_from_the_jobs_that_have_ended(make_job)
     assert queue.work_s == pytest.approx(4.0)
     queue.fail_all(Unavailable("end"))
     assert queue.work_s == 0.0
+
+
+def test_estimate_follows_the_items_of_each_modality():
+    estimate = WorkEstimate()
+    for _ in range(100):
+        estimate.learn("image", 0.05)
+        estimate.learn("video", 4.0)
+    assert estimate.seconds("image") == pytest.approx(0.05)
+    assert estimate.seconds("video") == pytest.approx(4.0)
+    for _ in range(100):
+        estimate.learn("image", 0.2)
+    assert estimate.seconds("image") == pytest.approx(0.2, rel=0.01)
+    assert estimate.seconds("video") == pytest.approx(4.0)
+
+
+def test_unknown_modality_counts_like_all_items_together():
+    estimate = WorkEstimate()
+    assert estimate.seconds("audio") == INITIAL_S
+    for _ in range(100):
+        estimate.learn("image", 1.0)
+    assert estimate.seconds("audio") == pytest.approx(1.0, rel=0.01)
+
+
+def test_first_item_sets_the_estimate_of_its_modality():
+    estimate = WorkEstimate()
+    estimate.learn("video", 3.0)
+    assert estimate.seconds("video") == 3.0
