@@ -14,7 +14,6 @@ from medialane.gateway.request.expansions import Expansions, Item
 from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
-from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
 from medialane.routing import RoutedRequest, Router, RoutingRequest
 from medialane.types.block_hash import prompt_block_ids, token_array
@@ -59,10 +58,7 @@ class Routes:
         self._workers = workers
         self._metrics = metrics
         self._expansions = Expansions()
-        workers.listen(self.joined)
-
-    def joined(self, link: WorkerLink) -> RoutedWorker:
-        return RoutedWorker(self._router, link.endpoints(), same_host=lambda: link.same_host)
+        workers.route_by(router)
 
     def choose(
         self,

@@ -17,7 +17,8 @@ import msgspec
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.workers.client import RpcClient
-from medialane.gateway.workers.link import JoinListener, WorkerLink, check_same_model, name_taken
+from medialane.gateway.workers.link import WorkerLink, check_same_model, name_taken
+from medialane.routing import Router
 from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,
@@ -53,7 +54,7 @@ class WorkerPool:
         self._new_link = new_link
         self._processor = processor or {}
         self._config = config or GatewayConfig()
-        self._listener: JoinListener | None = None
+        self._router: Router | None = None
         #: The names of workers that have joined, and when lost ones are forgotten.
         self._joined: set[str] = set()
         self._forgetting: dict[str, asyncio.TimerHandle] = {}
@@ -116,11 +117,11 @@ class WorkerPool:
         for link in self.links.values():
             link.fail(error)
 
-    def listen(self, listener: JoinListener) -> None:
-        """Register `listener` with all links. Called once, before `run`."""
-        self._listener = listener
+    def route_by(self, router: Router) -> None:
+        """Have `router` choose among the workers of all links. Called once, before `run`."""
+        self._router = router
         for link in self.links.values():
-            link.listener = listener
+            link.router = router
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""
@@ -211,7 +212,7 @@ class WorkerPool:
             raise WorkerLost("the gateway has reached its limit of workers")
         else:
             link = self.links[join.name] = self._new_link(join.name, "")
-            link.listener = self._listener
+            link.router = self._router
             self._watch(link)
             self._joined.add(join.name)
         self._keep(join.name)
