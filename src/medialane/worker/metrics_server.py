@@ -32,7 +32,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.stats import StoreStats
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
-from medialane.worker.server import RpcServer
+from medialane.worker.link import RpcServer
 from medialane.worker.worker import Worker
 
 #: vLLM's label of a data-parallel rank.

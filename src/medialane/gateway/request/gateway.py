@@ -20,8 +20,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
 from medialane.gateway.intake.references import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
-from medialane.gateway.request.media import RequestMedia
-from medialane.gateway.request.plain_hashes import PlainHashes
+from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
@@ -44,7 +43,6 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import (
     Feature,
-    FoundItem,
     MediaPrompt,
     PlacedFeature,
     PlaceholderRange,
@@ -213,7 +211,8 @@ class Gateway:
         self._check_stage(ref)
         with scope.record.finding(ref) as timeline:
             found = await self._features.put(ref, item, timeline)
-        return _held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
+        keep(found, scope)
+        return found
 
     @while_connected
     async def place(
@@ -244,8 +243,9 @@ class Gateway:
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.preparation)
         with scope.record.finding(ref) as timeline:
-            found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
-        return _held(named, found, scope)
+            item = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+        keep(item, scope)
+        return item
 
     def _check_stage(self, ref: MediaRef) -> None:
         if not self._has_features:
@@ -399,10 +399,3 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
-
-
-def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:
-    """Return the item of a client's feature, which the scope holds."""
-    scope.defer(found.hold.release)
-    scope.timeline.num_embeddings += found.value.embedding is not None
-    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)
