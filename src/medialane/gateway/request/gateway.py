@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -113,7 +112,6 @@ class Gateway:
             encoders=encoders,
             queues=self.queues,
             has_priorities=has_priorities,
-            encoder_ms_per_token=router.config.encoder_ms_per_token,
             stage_for=self._stage_for,
         )
         self.generate = self._runner.generate
@@ -158,16 +156,12 @@ class Gateway:
 
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
-        scope = current_scope()
-        self._admission.admit(scope)
-        return await self._hashed(prompt, scope, partial(self._prepare, with_tensors=with_tensors))
+        return await self._hashed(prompt, with_tensors=with_tensors)
 
     @while_connected
     async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
         """As `prepare`, but nothing is processed where headers are known from the size of the media."""
-        scope = current_scope()
-        self._admission.admit(scope)
-        return await self._hashed(prompt, scope, partial(self._prepare, describes=True))
+        return await self._hashed(prompt, describes=True)
 
     def tensors(self, feature: Feature) -> list[memoryview]:
         return self._features.tensors(feature)
@@ -267,19 +261,19 @@ class Gateway:
         return self._workers.encoder if self._transports.carry_embeddings else ""
 
     async def _hashed(
-        self,
-        prompt: MediaPrompt,
-        scope: RequestScope,
-        make: Callable[[MediaPrompt, RequestScope], Awaitable[PreparedPrompt]],
+        self, prompt: MediaPrompt, *, with_tensors: bool = False, describes: bool = False
     ) -> PreparedPrompt:
+        scope = current_scope()
+        self._admission.admit(scope)
         if self._plain is None:
-            return await make(prompt, scope)
+            return await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
         media = RequestMedia(prompt, self._features, scope, self._assembly)
         prompt, fetched = await self._plain.fetched(media)
-        return await self._plain.named(await make(prompt, scope), media, fetched)
+        prepared = await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
+        return await self._plain.named(prepared, media, fetched)
 
     async def _prepare(
-        self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool = False, describes: bool = False
+        self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool, describes: bool
     ) -> PreparedPrompt:
         self._begin(scope)
         prompt = _with_common_options(prompt)

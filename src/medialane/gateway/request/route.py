@@ -54,6 +54,7 @@ class Routes:
     """Chooses workers for requests, reports workers to the router, and learns expansions from the engines' outputs."""
 
     def __init__(self, router: Router, workers: WorkerPool, metrics: Metrics) -> None:
+        self.encoder_ms_per_token = router.config.encoder_ms_per_token
         self._router = router
         self._workers = workers
         self._metrics = metrics
@@ -149,7 +150,7 @@ class Routes:
             outcome = outcomes[span.mm_hash]
             self._metrics.embeddings.labels(outcome).inc()
             if outcome == "loaded":
-                saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
+                saved_s = span.num_embeds * self.encoder_ms_per_token / 1000
                 self._metrics.embedding_loaded_bytes.inc(span.embedding_bytes)  # 0 if its media were sent
                 self._metrics.encoder_saved_seconds.inc(saved_s)
         return outcomes

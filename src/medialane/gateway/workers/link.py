@@ -23,7 +23,7 @@ from medialane.types.errors import (
     WorkerLost,
     WorkerStalled,
 )
-from medialane.types.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole, WorkerState
+from medialane.types.request import EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 
@@ -70,8 +70,6 @@ class WorkerLink:
         #: Chooses the worker while it is connected, unless it is an encoder. Its caches count as empty until it has
         #: reported them.
         self.router: Router | None = None
-        #: Called with the card of a worker or encoder that has become ready.
-        self.on_ready: Callable[[ModelCard], None] = lambda _card: None
         #: Called when `state` or `role` may have changed, and with each report of a worker that is stalled.
         self.on_change: Callable[[], None] = lambda: None
         self.refusal: MedialaneError | None = None
@@ -272,7 +270,6 @@ class WorkerLink:
         self._client, self._disagreements = client, differing
         client.on_change = self.on_change
         self._join(client)
-        self.on_ready(client.welcome.card)
         self.on_change()
         self._failure = None
 

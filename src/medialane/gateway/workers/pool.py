@@ -59,7 +59,6 @@ class WorkerPool:
         self._joined: set[str] = set()
         self._forgetting: dict[str, asyncio.TimerHandle] = {}
         self._card: ModelCard | None = None
-        self._has_card = asyncio.Event()
         self._outage = Outage()
         self._changes = asyncio.Event()
         #: The workers that take requests, and those whose engine does not go on: counted when a link reports a change,
@@ -75,7 +74,7 @@ class WorkerPool:
     async def first_card(self) -> ModelCard:
         """Return the card of the first worker that has become ready; wait for it."""
         while self._card is None:
-            await self._has_card.wait()
+            await self._changes.wait()
         return self._card
 
     async def tried(self, timeout_s: float) -> None:
@@ -86,7 +85,7 @@ class WorkerPool:
                     await link.was_tried.wait()
 
     def _watch(self, link: WorkerLink) -> None:
-        link.on_ready, link.on_change = self._on_ready, partial(self._changed, link)
+        link.on_change = partial(self._changed, link)
 
     def _changed(self, link: WorkerLink) -> None:
         """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
@@ -95,6 +94,8 @@ class WorkerPool:
             (links.add if link.role == "worker" and link.state == state else links.discard)(link)
         if self._digests.get(link) != (digest := link.encoder):
             self._digests[link], self._encoder = digest, None
+        if self._card is None and link.role == "worker" and (client := link.client) is not None:
+            self._card = client.welcome.card
         self._wake()
         if not self._ready:
             self._outage.begin()
@@ -106,11 +107,6 @@ class WorkerPool:
     def _wake(self) -> None:
         changes, self._changes = self._changes, asyncio.Event()
         changes.set()
-
-    def _on_ready(self, card: ModelCard) -> None:
-        if self._card is None and card.role == "worker":
-            self._card = card
-            self._has_card.set()
 
     def fail(self, error: MedialaneError) -> None:
         """Abort all requests of this gateway: they raise `error`."""
