@@ -25,7 +25,6 @@ from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
-from vllm.multimodal.media.video import VideoMediaIO
 from vllm.renderers import BaseRenderer
 
 from medialane.types.errors import (
@@ -46,7 +45,7 @@ from medialane.vllm_bridge.engine_errors import engine_fault, public_text
 from medialane.vllm_bridge.items.features import tensor_over
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, decode_options
 from medialane.vllm_bridge.items.options import model_io
-from medialane.vllm_bridge.items.preparation import engine_media
+from medialane.vllm_bridge.items.preparation import engine_media, video_io
 from medialane.vllm_bridge.items.prepared_input import decoder_input
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.multimodal import embeds_data, processes_items_apart, processor_of, video_backend
@@ -220,16 +219,14 @@ class SourceRenderer:
     def _loader(self, item: MediaPayload) -> Callable[[bytes], Any]:
         """Return vLLM's own loader, with the options merged by the gateway."""
         options = {**self._model_io.get(item.modality, {}), **decode_options(item.io)}
-        media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)
+        if item.modality == "video":
+            backend, image = video_backend(self._model_config), self._model_io.get("image", {})
+            media_io: Any = video_io(options, backend=backend, image=image)
+        else:
+            media_io = _LOADERS[item.modality](**options)
         if item.media_type == "video/jpeg":
             return lambda data: media_io.load_base64("video/jpeg", _ascii(data))
         return lambda data: media_io.load_bytes(data)
-
-    def _video_loader(self, options: Mapping[str, Any]) -> VideoMediaIO:
-        """Return vLLM's video loader, made as in `MediaConnector.fetch_video`."""
-        name = video_backend(self._model_config)
-        chosen = {"video_backend": name} if name else {}
-        return VideoMediaIO(ImageMediaIO(image_mode="RGB"), **{**chosen, **options})
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
