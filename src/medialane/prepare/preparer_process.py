@@ -24,7 +24,7 @@ from medialane.prepare.messages import (
     frame_length,
 )
 from medialane.prepare.sandbox import read_into
-from medialane.wire.child_channel import PidfdProcess, end_process
+from medialane.runtime.stop import PidfdProcess, end_process
 
 logger = logging.getLogger(__name__)
 

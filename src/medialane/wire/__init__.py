@@ -14,7 +14,7 @@ from medialane.wire.address import (
     parse_unix,
 )
 from medialane.wire.authentication import Role
-from medialane.wire.child_channel import ChannelToChild, PidfdProcess
+from medialane.wire.child_channel import ChannelToChild
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
@@ -83,7 +83,6 @@ __all__ = [
     "Payload",
     "Pending",
     "PendingEnded",
-    "PidfdProcess",
     "Ping",
     "Pong",
     "PooledOutput",

@@ -8,7 +8,7 @@ import pytest
 
 from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, FreeTensors, PreparerReady, encode_frame
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
-from medialane.wire import PidfdProcess
+from medialane.runtime.stop import PidfdProcess
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from blake3 import blake3
 
+from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.transfer.nixl.agent import (
     MAX_PACKET_BYTES,
     MAX_READS,
@@ -37,7 +38,7 @@ from medialane.transfer.nixl.agent import (
 )
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import ArenaRange
-from medialane.wire.child_channel import ChannelToChild, PidfdProcess, child_channel, end_process
+from medialane.wire.child_channel import ChannelToChild, child_channel
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +158,7 @@ class MoverChild:
 
     def kill(self) -> None:
         """Terminate the process; `ended` is set soon."""
-        with contextlib.suppress(ProcessLookupError):  # it has exited
-            self._process.kill()
+        self._process.kill()
 
     async def close(self) -> None:
         """Kill the process and wait for its end. Idempotent."""
