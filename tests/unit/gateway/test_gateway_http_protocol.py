@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import uvicorn
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import BoundedServer, GatewayConfig, ScopeMiddleware, http_bounds
 from medialane.gateway.http import MAX_TARGET_BYTES
 from medialane.gateway.http import server as module
