@@ -22,7 +22,6 @@ from medialane.store import (
     FindItem,
     Items,
     MediaLeases,
-    Proceed,
     PutMedia,
     ResolveAlias,
     SendData,
@@ -30,6 +29,7 @@ from medialane.store import (
     StoreServer,
     StoreStatus,
 )
+from medialane.store.messages import Proceed
 from medialane.transfer import Pulls
 from medialane.types.errors import (
     ArenaFull,
