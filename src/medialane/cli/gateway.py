@@ -426,9 +426,7 @@ class _Gateway:
             router=self._router,
             store=self._store if self._frontend.takes_media else None,
             health=health,
-            keys=self._keys,
             ask_others=ask_others,
-            is_stopping=is_stopping,
         )
         actions["GET /medialane/decisions"] = operators.decisions
         endpoints: dict[str, Any] = dict(media.routes) if self._frontend.takes_media else {}

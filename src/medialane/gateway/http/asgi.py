@@ -1,26 +1,19 @@
-"""What ASGI handlers of ours have in common: a request's headers and query, responses in one piece, and streams."""
+"""What ASGI handlers of ours have in common: a request's headers and query, and responses in one piece."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from medialane.runtime.tasks import first_of
-from medialane.types.errors import InvalidRequest, Unavailable
+from medialane.types.errors import InvalidRequest
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Receive, Scope, Send
 
 JSON = (b"content-type", b"application/json")
 NO_STORE = (b"cache-control", b"no-store")
-
-#: Between two events of a stream, and at least between two documents.
-INTERVAL_S = 1.0
-#: Streams that are open at a gateway.
-MAX_STREAMS = 32
-_EVENTS = ((b"content-type", b"text/event-stream"), NO_STORE, (b"x-accel-buffering", b"no"))
 
 #: Parameters of a query, most of all.
 _MAX_QUERY_FIELDS = 16
@@ -71,31 +64,3 @@ async def until_gone(receive: Receive, work: Awaitable[None]) -> None:
             pass
 
     await first_of(work, gone())
-
-
-class StateStreams:
-    """Streams of the state as server-sent events: at most MAX_STREAMS are open. They end when `is_stopping`."""
-
-    def __init__(self, is_stopping: Callable[[], bool], *, interval_s: float = INTERVAL_S, place: str = "") -> None:
-        self._is_stopping = is_stopping
-        self._interval_s = interval_s
-        self._place = place
-        self._num_open = 0
-
-    async def send(self, send: Send, document: Callable[[], Awaitable[bytes | None]]) -> None:
-        """Send the document now and after each interval, until it is None. Raises Unavailable, and what the first
-        `document` raises, before the response has begun."""
-        if self._num_open >= MAX_STREAMS:
-            raise Unavailable(f"{MAX_STREAMS} streams of the state are open{self._place}", retry_after_s=5)
-        self._num_open += 1
-        try:
-            state, start = await document(), b"retry: 1000\n\n"
-            await send({"type": "http.response.start", "status": 200, "headers": list(_EVENTS)})
-            while state is not None and not self._is_stopping():
-                piece = start + b"event: state\ndata: " + state + b"\n\n"
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await asyncio.sleep(self._interval_s)
-                state, start = await document(), b""
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._num_open -= 1

@@ -10,16 +10,16 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import aiohttp
 import msgspec
 
-from medialane.gateway.http.access import REQUESTS_PATH, STATE_PATH, STREAM_PATH
-from medialane.gateway.http.asgi import NO_STORE, StateStreams, send_response
+from medialane.gateway.http.access import STATE_PATH
+from medialane.gateway.http.asgi import NO_STORE, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
-from medialane.gateway.http.middleware import Scope, Send
+from medialane.gateway.http.middleware import Send
 from medialane.gateway.models.served_models import GatewayRequest, Headers, Model, ServedModels
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable
@@ -31,13 +31,12 @@ _HEALTH_PATHS = frozenset({"/health", "/ping"})
 #: Longer than a gateway waits for its workers when it is scraped.
 _TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 64 << 20
-_MAX_LISTED = 1000
 #: Not of the question that the models are asked: its caller's body; what is put together is plain text, and complete.
 _NOT_ASKED = frozenset({b"content-length", b"content-type", b"accept", b"accept-encoding", b"if-none-match"})
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 _HAS_LABEL = re.compile(rb'[{,]model_name="')
 
-Handler = Callable[[Scope, Headers, Send], Awaitable[None]]
+Handler = Callable[[Headers, Send], Awaitable[None]]
 
 
 class _Answer(NamedTuple):
@@ -64,15 +63,9 @@ class _Card(msgspec.Struct):
     id: str
 
 
-class _RequestList(msgspec.Struct):
-    requests: list[dict[str, Any]]
-    gateways_missing: list[str]
-
-
 class OfAllModels:
-    def __init__(self, models: ServedModels, *, is_stopping: Callable[[], bool] = bool) -> None:
+    def __init__(self, models: ServedModels) -> None:
         self._models = models
-        self._streams = StateStreams(is_stopping)
 
     def handler(self, method: str, path: str) -> Handler | None:
         """Return what answers a request that names no model; None if that must name one."""
@@ -82,15 +75,8 @@ class OfAllModels:
             found = None
         elif path.startswith(METRICS_PATH):
             found = self._send_metrics
-        elif path.startswith(f"{REQUESTS_PATH}/"):
-            found = self._send_request
         else:
-            found = {
-                MODELS_PATH: self._send_models,
-                STATE_PATH: self._send_state,
-                STREAM_PATH: self._send_stream,
-                REQUESTS_PATH: self._send_requests,
-            }.get(path)
+            found = {MODELS_PATH: self._send_models, STATE_PATH: self._send_state}.get(path)
         return None if found is None else _passing_refusals(found)
 
     async def learn_names(self, headers: Headers) -> None:
@@ -104,11 +90,11 @@ class OfAllModels:
         self._models.learn(answer.model, [msgspec.json.decode(card, type=_Card).id for card in cards])
         return cards
 
-    async def _send_models(self, _scope: Scope, headers: Headers, send: Send) -> None:
+    async def _send_models(self, headers: Headers, send: Send) -> None:
         cards = [card for answer in await self._answers(MODELS_PATH, headers) for card in self._learn(answer)]
         await send_body(send, 200, msgspec.json.encode(_ModelList(data=cards)))
 
-    async def _send_metrics(self, _scope: Scope, headers: Headers, send: Send) -> None:
+    async def _send_metrics(self, headers: Headers, send: Send) -> None:
         answers = await self._answers(METRICS_PATH, headers, may_be_none=True)
         up = {model.names[0]: any(answer.model is model for answer in answers) for model in self._models}
         kind = answers[0].content_type if answers else _TEXT
@@ -116,76 +102,32 @@ class OfAllModels:
         page = await asyncio.to_thread(lambda: merge([*pages, up_page(up)]))  # of each model some 100 KB
         await send_body(send, 200, page, kind)
 
-    async def _send_health(self, _scope: Scope, headers: Headers, send: Send) -> None:
+    async def _send_health(self, headers: Headers, send: Send) -> None:
         answers = await self._ask_all("/health", headers)
         status, body = _health_of_all(self._models, answers).response()
         await send_body(send, status, body)
 
-    async def _send_state(self, scope: Scope, headers: Headers, send: Send) -> None:
-        if any(name == b"accept" and b"text/event-stream" in value for name, value in headers):
-            await self._send_stream(scope, headers, send)
-        else:
-            await send_body(send, 200, await self._state(scope, headers))
-
-    async def _send_stream(self, scope: Scope, headers: Headers, send: Send) -> None:
-        is_first = True
-
-        async def document() -> bytes | None:
-            """Return the next one; none if the stream's reader is refused meanwhile."""
-            nonlocal is_first
-            try:
-                return await self._state(scope, headers)
-            except _RefusedError:
-                if is_first:
-                    raise
-                return None
-            finally:
-                is_first = False
-
-        await self._streams.send(send, document)
-
-    async def _state(self, scope: Scope, headers: Headers) -> bytes:
-        """Return the document of all models. Raises _RefusedError."""
-        answers = await self._answers(STATE_PATH, headers, query=scope["query_string"], may_be_none=True)
+    async def _send_state(self, headers: Headers, send: Send) -> None:
+        answers = await self._answers(STATE_PATH, headers, may_be_none=True)
         states = {answer.model.label: msgspec.Raw(answer.body) for answer in answers}
         views = [{"name": each.label, "names": each.names, "state": states.get(each.label)} for each in self._models]
-        return msgspec.json.encode({"models": views})
+        await send_body(send, 200, msgspec.json.encode({"models": views}))
 
-    async def _send_requests(self, scope: Scope, headers: Headers, send: Send) -> None:
-        answers = await self._answers(REQUESTS_PATH, headers, query=scope["query_string"])
-        lists = {answer.model.label: msgspec.json.decode(answer.body, type=_RequestList) for answer in answers}
-        requests = [request for each in lists.values() for request in each.requests]
-        requests.sort(key=lambda request: (request.get("stage") is not None, request["received_at"]), reverse=True)
-        missing = [f"{label} {index}" for label, each in lists.items() for index in each.gateways_missing]
-        await send_body(send, 200, msgspec.json.encode(_RequestList(requests[:_MAX_LISTED], missing)))
-
-    async def _send_request(self, scope: Scope, headers: Headers, send: Send) -> None:
-        answers = await self._ask_all(scope["raw_path"].decode("ascii"), headers)
-        known = [answer for answer in answers if answer is not None]
-        if not known:
-            raise _no_model()
-        await _pass_on(next((answer for answer in known if answer.status == 200), known[0]), send)
-
-    async def _answers(
-        self, path: str, headers: Headers, *, query: bytes = b"", may_be_none: bool = False
-    ) -> Sequence[_Answer]:
+    async def _answers(self, path: str, headers: Headers, *, may_be_none: bool = False) -> Sequence[_Answer]:
         """Return the good answers. Raises _RefusedError with one by which the caller is refused, and, unless there
         `may_be_none`, with any other, or ModelUnavailable."""
-        target = f"{path}?{query.decode('latin-1')}" if query else path
-        answers = [answer for answer in await self._ask_all(target, headers) if answer is not None]
+        answers = [answer for answer in await self._ask_all(path, headers) if answer is not None]
         good = [answer for answer in answers if answer.status == 200]
         for answer in answers:
             if 400 <= answer.status < 500 or not (good or may_be_none):
                 raise _RefusedError(answer)
         if not (good or may_be_none):
-            raise _no_model()
+            raise ModelUnavailable("no model serves yet")
         return good
 
-    async def _ask_all(self, target: str, headers: Headers) -> tuple[_Answer | None, ...]:
+    async def _ask_all(self, path: str, headers: Headers) -> tuple[_Answer | None, ...]:
         """Return the answers in the order of the models; None of one that does not answer."""
-        request = GatewayRequest(
-            "GET", target.encode("latin-1"), [each for each in headers if each[0] not in _NOT_ASKED]
-        )
+        request = GatewayRequest("GET", path.encode("latin-1"), [each for each in headers if each[0] not in _NOT_ASKED])
         return await gather_or_cancel([self._ask(model, request) for model in self._models])
 
     async def _ask(self, model: Model, request: GatewayRequest) -> _Answer | None:
@@ -204,17 +146,14 @@ class OfAllModels:
 
 
 def _passing_refusals(handler: Handler) -> Handler:
-    async def respond(scope: Scope, headers: Headers, send: Send) -> None:
+    async def respond(headers: Headers, send: Send) -> None:
         try:
-            await handler(scope, headers, send)
+            await handler(headers, send)
         except _RefusedError as error:
-            await _pass_on(error.answer, send)
+            answer = error.answer
+            await send_body(send, answer.status, answer.body, answer.content_type)
 
     return respond
-
-
-def _no_model() -> ModelUnavailable:
-    return ModelUnavailable("no model serves yet")
 
 
 def _health_of_all(models: ServedModels, answers: Sequence[_Answer | None]) -> Health:
@@ -240,10 +179,6 @@ def _health(answer: _Answer | None) -> Health:
         return msgspec.json.decode(answer.body, type=Health)
     except msgspec.DecodeError:
         return Health("unavailable", (f"/health has status {answer.status}",))
-
-
-async def _pass_on(answer: _Answer, send: Send) -> None:
-    await send_body(send, answer.status, answer.body, answer.content_type)
 
 
 async def send_body(send: Send, status: int, body: bytes, content_type: bytes = b"application/json") -> None:

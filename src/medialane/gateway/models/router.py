@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -23,8 +23,6 @@ import aiohttp
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import (
-    LOGIN_PATH,
-    LOGOUT_PATH,
     PAGE_PATH,
     AccessKeys,
     RouteKind,
@@ -233,9 +231,7 @@ class StreamedBody:
 
 
 #: The same for every model, so that any may answer.
-_OF_ANY = frozenset({
-    "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", PAGE_PATH, LOGIN_PATH, LOGOUT_PATH,
-})  # fmt: skip
+_OF_ANY = frozenset({"/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", PAGE_PATH})
 
 
 class NameRouter:
@@ -249,7 +245,6 @@ class NameRouter:
         *,
         max_body_bytes: int,
         root_path: str = "",
-        is_stopping: Callable[[], bool] = bool,
     ) -> None:
         self._models = models
         self._keys = keys
@@ -257,7 +252,7 @@ class NameRouter:
         self._max_body_bytes = max_body_bytes
         self._root_path = root_path
         self._memory = BodyMemory(config.max_bodies_bytes)
-        self._of_all = OfAllModels(models, is_stopping=is_stopping)
+        self._of_all = OfAllModels(models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -283,7 +278,7 @@ class NameRouter:
         if name is None:
             answer = self._of_all.handler(exchange.method, exchange.path)
             if answer is not None:
-                return await until_gone(exchange.receive, answer(exchange.scope, _identified(exchange), own))
+                return await until_gone(exchange.receive, answer(_identified(exchange), own))
             if _is_of_any(exchange):
                 return await self._forward(exchange, self._models.any_serving())
         may_send = self._may_send(exchange)
