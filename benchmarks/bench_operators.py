@@ -92,7 +92,7 @@ def _request(
     for ref in refs:
         with record.finding(ref):
             pass
-    record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)], is_reported=False)
+    record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)])
     record.sending(sent, _PATH)
     record.prompt_sent()
     now = time.perf_counter()

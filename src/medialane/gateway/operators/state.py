@@ -404,9 +404,16 @@ def store_view(store: StoreLink) -> StoreView:
     status = store.status
     if status is None:
         return StoreView("lost", store.problem)
-    stats, state = status.stats, "ready" if status.has_started else "starting"
-    kept, copied = stats.leases, stats.pulls.num_bytes
-    return StoreView(state, status.problem, stats.arena, stats.preparers, kept, copied, stats.memory)
+    stats = status.stats
+    return StoreView(
+        "ready" if status.has_started else "starting",
+        status.problem,
+        stats.arena,
+        stats.preparers,
+        kept=stats.leases,
+        copied=stats.pulls.num_bytes,
+        memory_bytes=stats.memory,
+    )
 
 
 def _worker(
