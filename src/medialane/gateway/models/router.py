@@ -35,9 +35,16 @@ from medialane.gateway.http.middleware import Scope, Send
 from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
-from medialane.gateway.models.all_models import OfAllModels, send_body
 from medialane.gateway.models.model_name import ModelSearch, search_of
-from medialane.gateway.models.served_models import GatewayRequest, Headers, Model, ServedModels, end_to_end
+from medialane.gateway.models.served_models import (
+    GatewayRequest,
+    Headers,
+    Model,
+    OfAllModels,
+    ServedModels,
+    end_to_end,
+    send_body,
+)
 from medialane.observability.logging import request_id
 from medialane.runtime.tasks import first_of
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneError, ModelRequired, ModelUnavailable

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 import medialane
 from medialane.gateway.records import (
+    EmbeddingOutcome,
+    ItemOutcome,
     ItemRecord,
     RateStep,
     RecentRequests,
@@ -59,7 +61,6 @@ class RequestGroup(Sums):
     took."""
 
     requests: int = 0
-    failed: int = 0
     live: int = 0
     items: int = 0
     new: int = 0
@@ -78,14 +79,22 @@ class StageSums(Sums):
     oldest_ms: float = 0.0
 
 
+class CacheSums(Sums):
+    """What was found in caches: items and embeddings by outcome, and tokens of prompts."""
+
+    items: dict[ItemOutcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(ItemOutcome), 0))
+    embeddings: dict[EmbeddingOutcome, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(get_args(EmbeddingOutcome), 0)
+    )
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class RequestSums(Sums):
     """What the requests of a gateway, or of several, add up to."""
 
     stages: dict[str, StageSums] = msgspec.field(default_factory=dict)
-    items: dict[str, int] = msgspec.field(default_factory=dict)
-    embeddings: dict[str, int] = msgspec.field(default_factory=dict)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    caches: CacheSums = msgspec.field(default_factory=CacheSums)
     by_worker: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     by_tenant: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     by_origin: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
@@ -108,14 +117,13 @@ class RequestSums(Sums):
                 group.waiting(item.live.current_ms)
 
     def add_ended(self, record: RequestRecord) -> None:
-        self.prompt_tokens += record.prompt_tokens or 0
-        self.cached_tokens += record.cached_tokens or 0
+        self.caches.prompt_tokens += record.prompt_tokens or 0
+        self.caches.cached_tokens += record.cached_tokens or 0
         self._add_attempts(record)
         for item in record.items.values():
-            self._add_item(item, record)
+            self._add_item(item)
         if (group := _group(self.by_tenant, record.tenant)) is not None:
             group.requests += 1
-            group.failed += record.is_failed
             group.items += record.num_items
             new = [item.timeline.seconds for item in record.items.values() if item.outcome == "new"]
             group.new += len(new)
@@ -127,21 +135,19 @@ class RequestSums(Sums):
         for attempt in record.attempts:
             if (group := _group(self.by_worker, attempt.worker)) is not None:
                 group.requests += 1
-                group.failed += bool(attempt.error)
         if record.first_token_ms is not None and (group := _group(self.by_worker, record.worker)) is not None:
             group.waits.count(record.first_token_ms)
 
-    def _add_item(self, item: ItemRecord, record: RequestRecord) -> None:
+    def _add_item(self, item: ItemRecord) -> None:
         if item.outcome is not None:
-            self.items[item.outcome] = self.items.get(item.outcome, 0) + 1
+            self.caches.items[item.outcome] += 1
         if item.embedding is not None:
-            self.embeddings[item.embedding] = self.embeddings.get(item.embedding, 0) + 1
+            self.caches.embeddings[item.embedding] += 1
         if (group := _group(self.by_origin, item.origin)) is None:
             return
         group.items += 1
         group.requests += 1
         group.new += item.outcome == "new"
-        group.failed += record.is_failed and item.outcome is None
         if item.outcome != "hit" and (seconds := item.timeline.seconds.get("fetch")) is not None:
             group.waits.count(seconds * 1000)
 
@@ -285,7 +291,6 @@ class WorkerView(msgspec.Struct, frozen=True):
     encoder_cache: EncoderCacheView | None
     transport: Transport | None
     requests: int
-    failed: int
     first_token_p50_ms: float | None
     first_token_p95_ms: float | None
     oldest_ms: float | None
@@ -296,16 +301,7 @@ class WorkersView(msgspec.Struct, frozen=True):
     states: dict[str, int]
     running: int
     waiting: int
-    in_flight: int
-    kv_usage: float | None
     listed: list[WorkerView]
-
-
-class CachesView(msgspec.Struct, frozen=True):
-    items: dict[str, int]
-    embeddings: dict[str, int]
-    prompt_tokens: int
-    cached_tokens: int
 
 
 class LiveView(msgspec.Struct, frozen=True):
@@ -319,12 +315,10 @@ class LiveView(msgspec.Struct, frozen=True):
 class GroupView(msgspec.Struct, frozen=True):
     name: str
     requests: int
-    failed: int
     live: int
     items: int
     new: int
     p50_ms: float | None
-    p95_ms: float | None
     oldest_ms: float | None
     prepare_ms: float
 
@@ -338,7 +332,7 @@ class ServerState(msgspec.Struct, frozen=True):
     store: StoreView | None
     workers: WorkersView
     encoders: WorkersView
-    caches: CachesView
+    caches: CacheSums
     live: LiveView
     rates: Series
     errors: list[ErrorGroup]
@@ -380,12 +374,7 @@ async def whole_state(
         store=store,
         workers=_workers([view for view in views if view.role == "worker"]),
         encoders=_workers([view for view in views if view.role == "encoder"]),
-        caches=CachesView(
-            {"hit": 0, "shared": 0, "new": 0, "sent": 0} | sums.items,
-            {"unneeded": 0, "loaded": 0, "encoded": 0, "unkept": 0} | sums.embeddings,
-            sums.prompt_tokens,
-            sums.cached_tokens,
-        ),
+        caches=sums.caches,
         live=LiveView(
             sum(part.gateway.live or 0 for part in known),
             {name: sums.stages[name] for name in STAGES if name in sums.stages},
@@ -433,7 +422,6 @@ def _worker(
         encoder_cache=EncoderCacheView(*cache) if cache is not None and cache[1] else None,
         transport=transport if endpoint.ready else None,
         requests=group.requests,
-        failed=group.failed,
         first_token_p50_ms=group.waits.percentile_ms(0.5),
         first_token_p95_ms=group.waits.percentile_ms(0.95),
         oldest_ms=round(group.oldest_ms, 1) or None,
@@ -441,14 +429,11 @@ def _worker(
 
 
 def _workers(views: Sequence[WorkerView]) -> WorkersView:
-    with_cache = [view.kv_usage for view in views if view.state != "lost"]
     return WorkersView(
         num=len(views),
         states=dict(Counter(view.state for view in views)),
         running=sum(view.running for view in views),
         waiting=sum(view.waiting for view in views),
-        in_flight=sum(view.in_flight for view in views),
-        kv_usage=round(sum(with_cache) / len(with_cache), 4) if with_cache else None,
         listed=sorted(views, key=_attention)[:MAX_WORKERS],
     )
 
@@ -476,12 +461,10 @@ def _groups(groups: Mapping[str, RequestGroup]) -> list[GroupView]:
         GroupView(
             name,
             group.requests,
-            group.failed,
             group.live,
             group.items,
             group.new,
             group.waits.percentile_ms(0.5),
-            group.waits.percentile_ms(0.95),
             round(group.oldest_ms, 1) or None,
             round(1000 * group.prepare_s, 1),
         )

@@ -15,7 +15,13 @@ from medialane.gateway.records.recent import (
     Waits,
     series,
 )
-from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord, embedding_outcome
+from medialane.gateway.records.record import (
+    EmbeddingOutcome,
+    ItemOutcome,
+    ItemRecord,
+    RequestRecord,
+    embedding_outcome,
+)
 from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
 from medialane.gateway.records.redaction import MediaStandIn, parse_stand_in, with_media
 from medialane.gateway.records.report import ReportSender, report_schema, request_report, routing_report
@@ -27,6 +33,7 @@ __all__ = [
     "RECORDING_FORMAT",
     "AttemptTrace",
     "EmbeddingOutcome",
+    "ItemOutcome",
     "ItemRecord",
     "MediaStandIn",
     "RateStep",

@@ -194,9 +194,7 @@ class RateStep(Sums):
     items_cached: int = 0
     items_shared: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     generated_tokens: int = 0
-    media_bytes: int = 0
     ttft: Waits = msgspec.field(default_factory=Waits)
     codes: dict[str, int] = msgspec.field(default_factory=dict)
 
@@ -218,12 +216,10 @@ class RequestRates:
         step.failed += record.is_failed
         step.items += record.num_items
         step.prompt_tokens += record.prompt_tokens or 0
-        step.cached_tokens += record.cached_tokens or 0
         step.generated_tokens += record.generated_tokens
         for item in record.items.values():
             step.items_cached += item.outcome == "hit"
             step.items_shared += item.outcome == "shared"
-            step.media_bytes += item.num_bytes
         if (ttft_ms := record.ttft_ms) is not None:
             step.ttft.count(ttft_ms)
         if record.error is not None:
