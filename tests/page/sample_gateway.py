@@ -113,7 +113,6 @@ RATES = (
     "failed",
     "items",
     "items_cached",
-    "items_shared",
     "prompt_tokens",
     "generated_tokens",
     "ttft_p50_ms",
@@ -331,7 +330,7 @@ class SampleGateway:
             requests = int(scene.rate * STEP_S * chance.uniform(0.8, 1.2))
             row = (
                 *(requests, int(requests * scene.failing * chance.random() * 2), int(requests * 0.9)),
-                *(int(requests * chance.uniform(0.6, 0.75)), int(requests * 0.05), requests * 600, requests * 40),
+                *(int(requests * chance.uniform(0.65, 0.8)), requests * 600, requests * 40),
                 *((chance.uniform(150, 220), chance.uniform(300, 900)) if requests else (None, None)),
             )
             for name, value in zip(RATES, row, strict=True):

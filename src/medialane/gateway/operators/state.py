@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 import medialane
 from medialane.gateway.records import (
-    EmbeddingOutcome,
-    ItemOutcome,
+    STEP_S,
+    CacheSums,
     ItemRecord,
     RateStep,
     RecentRequests,
@@ -79,22 +79,10 @@ class StageSums(Sums):
     oldest_ms: float = 0.0
 
 
-class CacheSums(Sums):
-    """What was found in caches: items and embeddings by outcome, and tokens of prompts."""
-
-    items: dict[ItemOutcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(ItemOutcome), 0))
-    embeddings: dict[EmbeddingOutcome, int] = msgspec.field(
-        default_factory=lambda: dict.fromkeys(get_args(EmbeddingOutcome), 0)
-    )
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class RequestSums(Sums):
     """What the requests of a gateway, or of several, add up to."""
 
     stages: dict[str, StageSums] = msgspec.field(default_factory=dict)
-    caches: CacheSums = msgspec.field(default_factory=CacheSums)
     by_worker: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     by_tenant: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     by_origin: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
@@ -117,8 +105,6 @@ class RequestSums(Sums):
                 group.waiting(item.live.current_ms)
 
     def add_ended(self, record: RequestRecord) -> None:
-        self.caches.prompt_tokens += record.prompt_tokens or 0
-        self.caches.cached_tokens += record.cached_tokens or 0
         self._add_attempts(record)
         for item in record.items.values():
             self._add_item(item)
@@ -139,10 +125,6 @@ class RequestSums(Sums):
             group.waits.count(record.first_token_ms)
 
     def _add_item(self, item: ItemRecord) -> None:
-        if item.outcome is not None:
-            self.caches.items[item.outcome] += 1
-        if item.embedding is not None:
-            self.caches.embeddings[item.embedding] += 1
         if (group := _group(self.by_origin, item.origin)) is None:
             return
         group.items += 1
@@ -353,6 +335,7 @@ async def whole_state(
     gateway that is asked sees the rest itself: `endpoints` are its workers, `encoder_caches` how many embeddings each
     has and how many fit, `store` is the one of its host."""
     now = time.time()
+    since = (now - WINDOW_S) // STEP_S
     known = [part for part in parts.values() if part is not None]
     sums = RequestSums()
     for part in known:
@@ -374,7 +357,7 @@ async def whole_state(
         store=store,
         workers=_workers([view for view in views if view.role == "worker"]),
         encoders=_workers([view for view in views if view.role == "encoder"]),
-        caches=sums.caches,
+        caches=sum((step.caches for number, step in sums.steps.items() if number > since), start=CacheSums()),
         live=LiveView(
             sum(part.gateway.live or 0 for part in known),
             {name: sums.stages[name] for name in STAGES if name in sums.stages},

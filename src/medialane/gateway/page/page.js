@@ -321,7 +321,7 @@ function drawCharts() {
   const p50 = values.ttft_p50_ms, p95 = values.ttft_p95_ms;
   charts.ttft.fill({main: p95, second: p50, step_s: step, area: false},
     (i) => [ms(p95[i]), p50[i] === null ? '' : `median ${ms(p50[i])}`], ms);
-  const share = values.items.map((value, i) => (value ? (values.items_cached[i] + values.items_shared[i]) / value : null));
+  const share = values.items.map((value, i) => (value ? values.items_cached[i] / value : null));
   charts.cache.fill({main: share, most: 1, step_s: step},
     (i) => [percent(share[i]), `of ${count(values.items[i] / step)} items/s`], percent);
   const tokens = rate('generated_tokens');

@@ -6,6 +6,8 @@ the line of the log (`view`), the report in a response (`report`), spans (`trace
 """
 
 from medialane.gateway.records.recent import (
+    STEP_S,
+    CacheSums,
     RateStep,
     RecentRequests,
     RequestFilter,
@@ -15,13 +17,7 @@ from medialane.gateway.records.recent import (
     Waits,
     series,
 )
-from medialane.gateway.records.record import (
-    EmbeddingOutcome,
-    ItemOutcome,
-    ItemRecord,
-    RequestRecord,
-    embedding_outcome,
-)
+from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord, embedding_outcome
 from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
 from medialane.gateway.records.redaction import MediaStandIn, parse_stand_in, with_media
 from medialane.gateway.records.report import ReportSender, report_schema, request_report, routing_report
@@ -31,9 +27,10 @@ from medialane.gateway.records.view import RequestView, log_end, request_view
 __all__ = [
     "MAX_PENDING_BYTES",
     "RECORDING_FORMAT",
+    "STEP_S",
     "AttemptTrace",
+    "CacheSums",
     "EmbeddingOutcome",
-    "ItemOutcome",
     "ItemRecord",
     "MediaStandIn",
     "RateStep",
