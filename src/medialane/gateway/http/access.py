@@ -38,9 +38,8 @@ from typing import TYPE_CHECKING
 
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.asgi import header, send_response
 from medialane.gateway.http.metrics import METRICS_PATH
-from medialane.gateway.http.responses import error_form, send_error
+from medialane.gateway.http.responses import error_form, header, send_error, send_response
 from medialane.gateway.intake import WITHOUT_BODY, replay
 from medialane.gateway.request.scope import current_scope
 from medialane.observability.metrics import Metrics

@@ -29,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from medialane.gateway.http.asgi import send_response
+from medialane.gateway.http.responses import send_response
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.collectors import Memory, up_metrics
 from medialane.observability.metrics import Metrics

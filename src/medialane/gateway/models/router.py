@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -30,9 +30,17 @@ from medialane.gateway.http.access import (
     responding,
     send_unauthorized,
 )
-from medialane.gateway.http.asgi import WITHOUT_LENGTH, header, until_gone
 from medialane.gateway.http.middleware import Scope, Send
-from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
+from medialane.gateway.http.responses import (
+    REQUEST_ID,
+    WITHOUT_LENGTH,
+    IdentifiedSend,
+    error_form,
+    given_id,
+    header,
+    send_error,
+    usable_id,
+)
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.models.model_name import ModelSearch, search_of
@@ -133,7 +141,7 @@ class Exchange:
         )
         try:
             if body is None:
-                await until_gone(self.receive, self._relay(model, request))
+                await _until_gone(self.receive, self._relay(model, request))
             else:
                 await first_of(self._relay(model, request), body.until_gone())
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -163,6 +171,16 @@ class Exchange:
     def _open_body(self, limit: int) -> StreamedBody:
         charge = BudgetCharge(self._memory)
         return StreamedBody(self.receive, BoundedReceive(self.receive, limit, charge, self._config), charge)
+
+
+async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Await `work`, which answers a request whose body was read, unless the client disconnects before."""
+
+    async def gone() -> None:
+        while not (await receive())["type"].endswith(".disconnect"):
+            pass
+
+    await first_of(work, gone())
 
 
 def _asked_model(query: bytes) -> str | None:
@@ -276,7 +294,7 @@ class NameRouter:
         if name is None:
             answer = self._of_all.handler(exchange.method, exchange.path)
             if answer is not None:
-                return await until_gone(exchange.receive, answer(_identified(exchange), own))
+                return await _until_gone(exchange.receive, answer(_identified(exchange), own))
             if _is_of_any(exchange):
                 return await self._forward(exchange, self._models.any_serving())
         may_send = self._may_send(exchange)

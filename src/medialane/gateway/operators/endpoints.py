@@ -21,9 +21,9 @@ from urllib.parse import quote
 import msgspec
 
 from medialane.gateway.http.access import FILE_PATH, PAGE_PATH, REQUEST_PATH, REQUESTS_PATH, STATE_PATH
-from medialane.gateway.http.asgi import JSON, NO_STORE, header, query_fields, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, no_others
+from medialane.gateway.http.responses import JSON, NO_STORE, header, query_fields, send_response
 from medialane.gateway.operators.state import (
     GatewayPart,
     GatewayView,
@@ -138,21 +138,20 @@ class OperatorEndpoints:
     async def _answer(self, path: str) -> bytes:
         """Raises MedialaneError."""
         what, _, query = path.partition("?")
-        fields = query_fields(query)
         if what == "part":
             return msgspec.json.encode(await self._part(is_asked=False))
         if what == "requests":
-            return msgspec.json.encode(RequestList(self._own_requests(*_wanted(fields))))
-        record = self._recent.find(fields.get("id", ""))
+            return msgspec.json.encode(RequestList(self._own_requests(*_wanted(query))))
+        record = self._recent.find(query_fields(query, ("id",)).get("id", ""))
         return b"null" if record is None else msgspec.json.encode(request_view(record, self._index, is_full=True))
 
     async def _send_state(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        _check_names(query_fields(scope["query_string"].decode("latin-1")), ())
+        query_fields(scope["query_string"], ())
         await send_response(send, 200, await self._state(), [JSON, NO_STORE])
 
     async def _send_requests(self, scope: Scope, _receive: Receive, send: Send) -> None:
         query = scope["query_string"].decode("latin-1")
-        wanted, limit = _wanted(query_fields(query))
+        wanted, limit = _wanted(query)
         listed, missing = self._own_requests(wanted, limit), []
         for index, answer in (await self._ask_others(f"requests?{query}")).items():
             if (theirs := _decoded(answer, RequestList)) is None:
@@ -255,10 +254,10 @@ def _page_files() -> dict[str, _PageFile]:
     return found
 
 
-def _wanted(fields: Mapping[str, str]) -> tuple[RequestFilter, int]:
+def _wanted(query: str) -> tuple[RequestFilter, int]:
     """Return which requests are wanted, and how many. Raises InvalidRequest."""
     texts = ("model", "tenant", "modality", "worker")
-    _check_names(fields, (*texts, "slow", "failed", "live", "limit"))
+    fields = query_fields(query, (*texts, "slow", "failed", "live", "limit"))
     found: dict[str, Any] = {name: fields[name] for name in texts if name in fields}
     if fields.get("modality", "") not in ("", "text", *MODALITIES):
         raise InvalidRequest(f"modality must be one of {', '.join(MODALITIES)}, text", param="modality")
@@ -269,13 +268,6 @@ def _wanted(fields: Mapping[str, str]) -> tuple[RequestFilter, int]:
             found[name] = _truth(fields, name)
     limit = _number(fields, "limit") if "limit" in fields else 100
     return RequestFilter(**found), min(limit, MAX_LIMIT)
-
-
-def _check_names(fields: Mapping[str, str], allowed: tuple[str, ...]) -> None:
-    for name in fields:
-        if name not in allowed:
-            known = ", ".join(allowed) or "none"
-            raise InvalidRequest(f"unknown parameter; supported here: {known}", param=name[:64])
 
 
 def _number(fields: Mapping[str, str], name: str, *, least: int = 1) -> int:
