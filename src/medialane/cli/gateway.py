@@ -247,7 +247,8 @@ class _Gateway:
         def server_of(of_vllm: uvicorn.Config) -> BoundedServer:
             server = BoundedServer(
                 of_vllm,
-                bounds=http_bounds(config.gateway, max_headers=self._frontend.max_headers),
+                bounds=http_bounds(config.gateway),
+                max_headers=self._frontend.max_headers,
                 is_behind_router=self._socket.family == socket.AF_UNIX,
                 on_listening=lambda: show_ready(str(self._health())),
             )
