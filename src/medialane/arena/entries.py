@@ -226,24 +226,13 @@ class EntryTable(Generic[V]):
         """Return whether `key` is cached, without counting as a use of the entry."""
         return (kind, key) in self._by_key
 
-    def pin_held(self, range_: ArenaRange) -> Entry | None:
-        """Add a pin to the published entry at `range_`, which must already have one; None otherwise."""
-        entry = self.held(range_)
-        if entry is not None:
-            self.pin(entry)
-        return entry
-
-    def pin_cached(self, range_: ArenaRange, key: str, kind: EntryKind) -> tuple[Entry, V] | None:
-        """Pin the entry of `key` if it is the one at `range_`; None otherwise. Not counted as a hit or a miss."""
-        found = self._by_key.get((kind, key))
-        if found is None or found[0].range != range_:
-            return None
-        self.pin(found[0])
-        return found
+    def pin_held(self, range_: ArenaRange) -> tuple[Entry, V | None] | None:
+        """As `pin_range`, for an entry that must already have a pin; None otherwise."""
+        return None if self.held(range_) is None else self.pin_range(range_)
 
     def pin_range(self, range_: ArenaRange) -> tuple[Entry, V | None] | None:
         """Pin the published entry at `range_`, held or not, and return it with its value if it is cached; None if there
-        is none."""
+        is none. Not counted as a hit or a miss."""
         idle = (self._idle[kind].get(range_.offset - self._start) for kind in KINDS)
         others = (*idle, self._unclaimed.get(range_.generation))
         entry = self.held(range_) or next((entry for entry in others if entry is not None), None)

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import struct
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -149,6 +151,26 @@ class PidfdProcess:
         os.close(self._pidfd)
         self.exited.set()
         self.on_exit()
+
+
+def spawn(module: str, *arguments: str, environ: Mapping[str, str]) -> tuple[PidfdProcess, socket.socket]:
+    """Execute a module of ours with these arguments, the descriptor of its end of a channel and our process id; return
+    the process and our end. Raises OSError."""
+    ours, theirs = child_channel()
+    try:
+        with theirs:
+            child = subprocess.Popen(  # noqa: S603 - our own command line, no shell
+                [sys.executable, "-P", "-m", module, *arguments, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=dict(environ),
+                # Ctrl-C in the terminal must reach only this process, which then terminates the child.
+                start_new_session=True,
+            )
+    except BaseException:  # failed: the socket has no other owner
+        ours.close()
+        raise
+    return PidfdProcess(child.pid, os.pidfd_open(child.pid), on_exit=child.wait), ours
 
 
 async def end_process(process: PidfdProcess, grace_s: float) -> bool:

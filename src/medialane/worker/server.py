@@ -7,12 +7,11 @@ import logging
 from collections.abc import Callable
 
 from medialane.types.errors import AlreadyJoined, MedialaneError, StartupFailed, WorkerDraining, WorkerLost
-from medialane.wire.acceptor import PendingConnections
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, check_version
 from medialane.wire.dial import dial
-from medialane.wire.listener import END_TIMEOUT_S, Listener
+from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join
 from medialane.wire.security import Authentication, Security
 from medialane.worker.handler import Handler
@@ -110,7 +109,7 @@ class RpcServer:
             await listener.close()
 
     def _authentication(self) -> Authentication:
-        return Security.load(self._config).authentication("rpc", Role.WORKER, Role.GATEWAY)
+        return Authentication(Security.load(self._config), "rpc", Role.WORKER, Role.GATEWAY)
 
     def _open_connection(self) -> Connection:
         """Return the protocol for an accepted connection."""
