@@ -290,7 +290,7 @@ class StoreSession:
         if TAKER.get():
             TAKER.set(f"{self._name}: passed with request {passed.request_id}")
         with suppress(HandoverFailed):
-            hold_ids = [self.use.hold([lease]) for lease in self._share(passed.ranges)]
+            hold_ids = [self.use.hold(lease) for lease in self._share(passed.ranges)]
             embeddings = list(self._passed_embeddings(passed.embeddings))
             self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids, embeddings), at_once=True)
 
@@ -461,7 +461,7 @@ class StoreSession:
         value = item.lease.value
         return ItemFound(
             call_id,
-            self.use.hold([item.lease]),
+            self.use.hold(item.lease),
             item.lease.range,
             item.content_hash,
             item.is_hit,
@@ -487,7 +487,7 @@ class StoreSession:
             held = await self._with_memory(partial(self._items.embeddings.find, call, self.slot), may_wait=False)
         if held is None:
             return NoEmbedding(call.call_id)
-        hold_id = self.use.hold([held.hold])
+        hold_id = self.use.hold(held.hold)
         return EmbeddingFound(call.call_id, hold_id, held.embedding.tensor, held.is_filled)
 
     def _passed_embeddings(self, wanted: Sequence[FindEmbedding]) -> Iterator[PassedEmbedding]:
@@ -495,12 +495,12 @@ class StoreSession:
         for one in wanted:
             with suppress(ArenaFull):
                 if (held := self._items.embeddings.find_now(one, self.slot)) is not None:
-                    hold_id = self.use.hold([held.hold])
+                    hold_id = self.use.hold(held.hold)
                     yield PassedEmbedding(one.key, hold_id, held.embedding.tensor, held.is_filled)
 
     def _hold(self, call: HoldEntries) -> Reply:
         """Raises HandoverFailed."""
-        hold_ids = [self.use.hold([lease]) for lease in self._share(call.ranges)]
+        hold_ids = [self.use.hold(lease) for lease in self._share(call.ranges)]
         return EntriesHeld(call.call_id, hold_ids, call.ranges)
 
     def _share(self, ranges: Sequence[ArenaRange]) -> list[Hold]:
@@ -521,7 +521,7 @@ class StoreSession:
         """Hold copies of the entries. All or none."""
         leases = await self._with_memory(partial(self._pulls.pull, call.entries))
         copies = [LocalCopy(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
-        return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], copies)
+        return EntriesPulled(call.call_id, [self.use.hold(lease) for lease in leases], copies)
 
     async def _with_memory(self, find: Callable[[], Awaitable[T]], *, may_wait: bool = True) -> T:
         """Return what `find` does, called again if memory is short and more is to come: none is reserved at first in an

@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from ipaddress import IPv6Address, ip_address
@@ -130,14 +129,18 @@ async def authenticate(
     """
     protocol = AuthenticatingProtocol(make_protocol, authentication, is_dialler=dialled_host is not None)
     try:
-        with _handshake_errors():
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with asyncio.timeout(authentication.security.timeout_s):
-                await _connect(sock, protocol, authentication, dialled_host=dialled_host)
-                await protocol.result
-    except BaseException:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with asyncio.timeout(authentication.security.timeout_s):
+            await _connect(sock, protocol, authentication, dialled_host=dialled_host)
+            await protocol.result
+    except BaseException as error:
         protocol.abort()
         sock.close()
+        if isinstance(error, TimeoutError):
+            message = "the peer did not authenticate itself in time (--rpc-handshake-timeout)"
+            raise AuthenticationFailed(message) from None
+        if isinstance(error, OSError):
+            raise _closed_in_handshake(error) from None
         raise
 
 
@@ -188,9 +191,16 @@ class AuthenticatingProtocol(asyncio.Protocol):
         if self.result.done():  # aborted while connecting
             self._transport.abort()
             return
-        tls = transport.get_extra_info("ssl_object")
+        given, tls = self._authentication, transport.get_extra_info("ssl_object")
         try:
-            self._handshake = self._new_handshake(channel(tls, is_dialler=self._is_dialler))
+            self._handshake = Handshake(
+                given.security.secrets,
+                is_dialler=self._is_dialler,
+                protocol=given.protocol,
+                role=given.role,
+                peer_role=given.peer_role,
+                channel=channel(tls, is_dialler=self._is_dialler),
+            )
         except AuthenticationFailed as error:
             self._fail(error)
             return
@@ -212,17 +222,6 @@ class AuthenticatingProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(_closed_in_handshake(exc))
 
-    def _new_handshake(self, channel: bytes) -> Handshake:
-        given = self._authentication
-        return Handshake(
-            given.security.secrets,
-            is_dialler=self._is_dialler,
-            protocol=given.protocol,
-            role=given.role,
-            peer_role=given.peer_role,
-            channel=channel,
-        )
-
     def _complete(self, transport: asyncio.Transport, rest: bytes) -> None:
         self.result.set_result(None)
         protocol = self._make_protocol()
@@ -236,18 +235,6 @@ class AuthenticatingProtocol(asyncio.Protocol):
             self._transport.abort()
         if not self.result.done():
             self.result.set_exception(error)
-
-
-@contextmanager
-def _handshake_errors() -> Iterator[None]:
-    """Convert a timeout, and errors of the socket and of TLS, to AuthenticationFailed."""
-    try:
-        yield
-    except TimeoutError:
-        message = "the peer did not authenticate itself in time (--rpc-handshake-timeout)"
-        raise AuthenticationFailed(message) from None
-    except OSError as error:
-        raise _closed_in_handshake(error) from None
 
 
 def _closed_in_handshake(error: Exception | None) -> AuthenticationFailed:
