@@ -15,7 +15,6 @@ forked in 0.02 s and has 3 MB of memory of its own, the rest of its 580 MB is sh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -46,9 +45,10 @@ from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, available, read_into
 from medialane.runtime.heartbeat import HangWatch
 from medialane.runtime.resources import OomKills
+from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.runtime.tasks import Backoff, first_of
 from medialane.types.errors import StartupFailed
-from medialane.wire.child_channel import ChannelToChild, PidfdProcess, child_channel, end_process, spawn
+from medialane.wire.child_channel import ChannelToChild, child_channel, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class ForkserverProcess:
             raise PreparerLost(f"a process was not forked within {FORK_TIMEOUT_S:g} s") from error
         except asyncio.CancelledError:
             if not forked.cancelled() and forked.exception() is None:
-                _kill(forked.result())
+                forked.result().kill()
             raise
 
     def _handle(self, report: ControlReport, fds: list[int]) -> None:
@@ -274,7 +274,7 @@ class ForkserverProcess:
     def _handle_forked(self, report: Forked, fds: list[int]) -> None:
         process, forked = PidfdProcess(report.pid, fds[0]), self._forks.pop(report.preparer_id)
         if forked.done():  # cancelled
-            _kill(process)
+            process.kill()
         else:
             forked.set_result(process)
 
@@ -287,8 +287,7 @@ class ForkserverProcess:
             return
         reason = reason or "it exited"
         if reason != _CLOSED:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
         self.lost.set()
         self._oom_kills.close()
         log = logger.info if reason == _CLOSED else logger.error
@@ -340,11 +339,6 @@ class SpareForkserver:
         spare, self._spare = self._spare, None
         if spare is not None:
             await spare.close(grace_s=1.0)
-
-
-def _kill(process: PidfdProcess) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
 
 
 def _end(future: asyncio.Future[Any], reason: str) -> None:

@@ -23,8 +23,8 @@ from medialane.prepare.messages import (
     encode_frame,
 )
 from medialane.prepare.sandbox import read_into
+from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.types.errors import ProtocolViolation
-from medialane.wire.child_channel import PidfdProcess, end_process
 from medialane.wire.framing import FrameReader
 
 logger = logging.getLogger(__name__)

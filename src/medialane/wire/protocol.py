@@ -53,7 +53,7 @@ from medialane.wire.connection import other_version
 from medialane.wire.framing import UNREADABLE
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

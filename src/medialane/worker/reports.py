@@ -221,14 +221,13 @@ class BlockFeed:
         self._held = held
         self._max_frame_bytes = max_frame_bytes
         self._pieces: deque[Iterator[KvChange]] = deque()
-        self._sequences: dict[int, int] = {}
         self._num_waiting = 0
         self._stale = True
         self._is_sending = False
         self.num_snapshots = 0
 
     def push(self, change: KvChange) -> None:
-        """Queue a change; its `sequence` is ignored."""
+        """Queue a change."""
         if self._stale:
             return
         if change.snapshot:
@@ -265,7 +264,7 @@ class BlockFeed:
         while self._pieces:
             piece = next(self._pieces[0], None)
             if piece is not None:
-                return self._numbered(piece)
+                return piece
             self._pieces.popleft()
         return None
 
@@ -287,12 +286,7 @@ class BlockFeed:
         for start in range(0, max(1, len(ids)), self._piece_blocks):
             end = start + self._piece_blocks
             stored = np.array(ids[start:end], dtype="<u8").tobytes()
-            yield KvChange(rank, 0, stored, b"", snapshot=start == 0, more=end < len(ids))
-
-    def _numbered(self, piece: KvChange) -> KvChange:
-        sequence = self._sequences.get(piece.rank, 0)
-        self._sequences[piece.rank] = sequence + 1
-        return msgspec.structs.replace(piece, sequence=sequence)
+            yield KvChange(rank, stored, b"", snapshot=start == 0, more=end < len(ids))
 
 
 def _num_blocks(change: KvChange) -> int:

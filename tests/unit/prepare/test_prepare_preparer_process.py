@@ -8,8 +8,8 @@ import pytest
 
 from medialane.prepare.messages import MAX_FRAME_BYTES, Done, FreeTensors, PreparerReady, encode_frame
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.runtime.stop import PidfdProcess
 from medialane.wire import HEADER
-from medialane.wire.child_channel import PidfdProcess
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ async def test_card_with_impossible_sizes_closes_the_connection(scripted_worker,
 async def test_loss_is_reported_in_the_same_loop_iteration(scripted_worker):
     client = await RpcClient.connect(await scripted_worker(frames(WELCOME)), HELLO, QUICK)
     notifications = []
-    Reported(client).left = lambda: notifications.append(client.closed.is_set())
+    Reported(client).leave = lambda _slot: notifications.append(client.closed.is_set())
     client.closed.set = lambda real=client.closed.set: (notifications.append("closing"), real())
     await client.close()
     assert notifications == ["closing", True]

@@ -74,7 +74,6 @@ async def test_all_series_of_the_process_and_those_of_the_worker_are_exposed(ser
     assert "medialane_worker_gateways 0.0" in text
     assert "medialane_worker_engine_up 1.0" in text
     assert 'medialane_worker_embeddings_total{outcome="encoded"} 0.0' in text
-    assert "medialane_worker_embedding_step_seconds_max 0.0" in text
     assert (await serving.get("/metrics/"))[1] == text
 
 

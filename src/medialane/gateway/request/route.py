@@ -14,7 +14,6 @@ from medialane.gateway.request.expansions import Expansions, Item
 from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
-from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
 from medialane.routing import RoutedRequest, Router, RoutingRequest
 from medialane.types.block_hash import prompt_block_ids, token_array
@@ -55,14 +54,12 @@ class Routes:
     """Chooses workers for requests, reports workers to the router, and learns expansions from the engines' outputs."""
 
     def __init__(self, router: Router, workers: WorkerPool, metrics: Metrics) -> None:
+        self.encoder_ms_per_token = router.config.encoder_ms_per_token
         self._router = router
         self._workers = workers
         self._metrics = metrics
         self._expansions = Expansions()
-        workers.listen(self.joined)
-
-    def joined(self, link: WorkerLink) -> RoutedWorker:
-        return RoutedWorker(self._router, link.endpoints(), same_host=lambda: link.same_host)
+        workers.route_by(router)
 
     def choose(
         self,
@@ -153,7 +150,7 @@ class Routes:
             outcome = outcomes[span.mm_hash]
             self._metrics.embeddings.labels(outcome).inc()
             if outcome == "loaded":
-                saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
+                saved_s = span.num_embeds * self.encoder_ms_per_token / 1000
                 self._metrics.embedding_loaded_bytes.inc(span.embedding_bytes)  # 0 if its media were sent
                 self._metrics.encoder_saved_seconds.inc(saved_s)
         return outcomes

@@ -185,10 +185,6 @@ class SimulatedEngine:
     def embedding_counts(self) -> EmbeddingCounts:
         return EmbeddingCounts()
 
-    @property
-    def longest_embedding_step_s(self) -> float:
-        return 0.0
-
     def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler
         return [WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)]

@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 
 from blake3 import blake3
 
+from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.transfer.nixl.agent import (
     MAX_PACKET_BYTES,
     MAX_READS,
@@ -34,7 +35,7 @@ from medialane.transfer.nixl.agent import (
 )
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import ArenaRange
-from medialane.wire.child_channel import ChannelToChild, PidfdProcess, end_process, spawn
+from medialane.wire.child_channel import ChannelToChild, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +149,7 @@ class MoverChild:
 
     def kill(self) -> None:
         """Terminate the process; `ended` is set soon."""
-        with contextlib.suppress(ProcessLookupError):  # it has exited
-            self._process.kill()
+        self._process.kill()
 
     async def close(self) -> None:
         """Kill the process and wait for its end. Idempotent."""
