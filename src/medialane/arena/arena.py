@@ -11,9 +11,9 @@ import zlib
 from typing import Any, Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import Entry, EntryTable, HoldLog
+from medialane.arena.entries import Entry, EntryTable, HoldLog, State
 from medialane.arena.file import ArenaFile
-from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, State, encode_record, read_entries
+from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, encode_record, read_entries
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
 from medialane.arena.locks import ClientSlot, new_slot
