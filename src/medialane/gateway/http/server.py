@@ -1,5 +1,5 @@
 """uvicorn's server, and its HTTP protocol, with limits that they lack: on connections, header size, the time to receive
-a header, and the number of pending TLS handshakes (`wire.acceptor`).
+a header, and the number of pending TLS handshakes (`wire.listener`).
 
 Theory of operation. uvicorn stops reading a connection whose body the app does not read, so what a client can
 accumulate before its request reaches the app is a header (or trailer, or chunk extensions), pipelined requests, and
@@ -49,7 +49,7 @@ from medialane.types.errors import (
     TargetTooLong,
     TooManyConnections,
 )
-from medialane.wire.acceptor import Acceptor
+from medialane.wire.listener import Acceptor
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -66,7 +66,7 @@ from medialane.wire.protocol import (
     Welcome,
     decode_from_worker,
 )
-from medialane.wire.security import Security
+from medialane.wire.security import Authentication, Security
 
 #: Frame size limit before the registration of a worker that has connected.
 MAX_JOIN_BYTES = 64 * 1024
@@ -116,7 +116,7 @@ class RpcClient:
         Cancellation and errors leave no connection behind.
         """
         client = cls(config)
-        authentication = Security.load(config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+        authentication = Authentication(Security.load(config), "rpc", Role.GATEWAY, Role.WORKER)
         await client.register(hello, connecting=dial(address, client.connection, authentication))
         return client
 
