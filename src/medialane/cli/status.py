@@ -113,7 +113,8 @@ async def _read_store(address: str) -> StoreStatus:
     hello = StoreHello(client_id=secrets.token_hex(16))
     try:
         async with asyncio.timeout(_STORE_TIMEOUT_S):
-            client = await StoreClient.connect(address, hello, RpcConfig())
+            client = StoreClient(RpcConfig())
+            await client.connect(address, hello)
             try:
                 await client.refresh(_STORE_TIMEOUT_S)
             finally:
