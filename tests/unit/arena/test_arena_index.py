@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from medialane.arena import index as index_module
-from medialane.arena.index import SLOT_BYTES, Index, Indexed, State
+from medialane.arena.entries import State
+from medialane.arena.index import SLOT_BYTES, Index, Indexed
 from medialane.types.tensor import ArenaRange
 
 ARENA = "ab" * 16
