@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import msgspec
 from gates import PULL, Gates
 
-from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
+from medialane.cluster import ProcessSpec, SocketExists, Supervisor
 from medialane.config import ClusterConfig, load_config
 from medialane.runtime.phase import watched
 from medialane.runtime.stop import stopped_by_signals
@@ -31,6 +31,7 @@ from medialane.types.media import MediaRef
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.wire import RpcConfig
 from medialane.worker import serve_worker
+from supervised import running
 
 GATEWAYS = ("gateway-0", "gateway-1")
 WORKERS = ("worker-0", "worker-1")

@@ -18,8 +18,6 @@ import asyncio
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,7 +48,7 @@ from medialane.runtime.resources import OomKills
 from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.runtime.tasks import Backoff, first_of
 from medialane.types.errors import StartupFailed
-from medialane.wire.child_channel import ChannelToChild, child_channel
+from medialane.wire.child_channel import ChannelToChild, child_channel, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +60,8 @@ INITIAL_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
 _CLOSED = "closed"
+
+_MODULE = "medialane.prepare.forkserver"
 
 
 class ForkserverLost(Exception):
@@ -122,7 +122,7 @@ class ForkserverProcess:
         Raises StartupFailed; then no process is left running.
         """
         waiting = _take_prebuilt(source)
-        process, control = waiting or _exec(source)
+        process, control = waiting or spawn(_MODULE, source.factory, environ=exec_environ(source.environment))
         given = dict(source.environment) if waiting else {}
         self = cls(process, control, setup.arena)
         try:
@@ -345,26 +345,6 @@ def _end(future: asyncio.Future[Any], reason: str) -> None:
     if not future.done():
         future.set_exception(ForkserverLost(reason))
         future.exception()  # marks it as retrieved: there may be no waiter
-
-
-def _exec(source: ProcessorSource) -> tuple[PidfdProcess, socket.socket]:
-    """Return a new fork server, which will build its processor, and our end of its control channel. Raises OSError."""
-    ours, theirs = child_channel()
-    command = [sys.executable, "-P", "-m", "medialane.prepare.forkserver"]
-    try:
-        with theirs:
-            child = subprocess.Popen(  # noqa: S603 - our own command line, no shell
-                [*command, source.factory, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=exec_environ(source.environment),
-                # Ctrl-C in the terminal must reach only the store, which then terminates this process.
-                start_new_session=True,
-            )
-    except BaseException:  # failed: the socket has no other owner
-        ours.close()
-        raise
-    return PidfdProcess(child.pid, os.pidfd_open(child.pid), on_exit=child.wait), ours
 
 
 # Prebuilt

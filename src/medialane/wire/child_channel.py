@@ -4,12 +4,17 @@ message, with which file descriptors may be passed. The child ends when the chan
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
+
+from medialane.runtime.stop import PidfdProcess
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -111,3 +116,23 @@ class ChannelToChild(Generic[R]):
         if self.is_open:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
+
+
+def spawn(module: str, *arguments: str, environ: Mapping[str, str]) -> tuple[PidfdProcess, socket.socket]:
+    """Execute a module of ours with these arguments, the descriptor of its end of a channel and our process id; return
+    the process and our end. Raises OSError."""
+    ours, theirs = child_channel()
+    try:
+        with theirs:
+            child = subprocess.Popen(  # noqa: S603 - our own command line, no shell
+                [sys.executable, "-P", "-m", module, *arguments, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=dict(environ),
+                # Ctrl-C in the terminal must reach only this process, which then terminates the child.
+                start_new_session=True,
+            )
+    except BaseException:  # failed: the socket has no other owner
+        ours.close()
+        raise
+    return PidfdProcess(child.pid, os.pidfd_open(child.pid), on_exit=child.wait), ours

@@ -23,13 +23,12 @@ from medialane.types.errors import (
     report_of,
     to_report,
 )
-from medialane.wire.acceptor import PendingConnections
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, check_version
 from medialane.wire.dial import dial
 from medialane.wire.framing import raw_data
-from medialane.wire.listener import END_TIMEOUT_S, Listener
+from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -336,7 +335,7 @@ class RpcServer:
             await listener.close()
 
     def _authentication(self) -> Authentication:
-        return Security.load(self.config).authentication("rpc", Role.WORKER, Role.GATEWAY)
+        return Authentication(Security.load(self.config), "rpc", Role.WORKER, Role.GATEWAY)
 
     def _open_connection(self) -> Connection:
         """Return the protocol for an accepted connection."""

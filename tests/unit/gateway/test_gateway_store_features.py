@@ -97,11 +97,8 @@ class Budget:
     def has_counted(self, ref):
         return ref.param in self.counted
 
-    def decoded_bytes(self, ref):
-        return 3 * self.counted.get(ref.param, 0)
-
-    def processed_bytes(self, ref):
-        return 5 * self.counted.get(ref.param, 0)
+    def num_bytes(self, ref, form):
+        return {"decoded": 3, "processed": 5}.get(form, 0) * self.counted.get(ref.param, 0)
 
     def missing(self):
         """Let every item be prepared."""

@@ -24,6 +24,7 @@ from medialane.types.errors import (
 from medialane.types.request import WorkerLoad
 from medialane.wire import (
     ArenaMapped,
+    Authentication,
     Hello,
     LoadReport,
     Refused,
@@ -292,7 +293,7 @@ async def test_close_fails_what_is_in_flight_and_is_idempotent(net):
 async def test_tcp_sends_small_messages_immediately(tcp_net):
     await tcp_net.serve(FakeHandler())
     protocol = Mock(asyncio.Protocol)
-    authentication = Security.load(tcp_net.config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+    authentication = Authentication(Security.load(tcp_net.config), "rpc", Role.GATEWAY, Role.WORKER)
     await dial(tcp_net.address, protocol, authentication)
     (transport,) = protocol.connection_made.call_args.args
     sock = transport.get_extra_info("socket")
