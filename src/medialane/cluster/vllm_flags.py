@@ -97,8 +97,10 @@ def _values(words: list[str]) -> list[str]:
 
 
 def _is_flag(word: str) -> bool:
-    """As argparse: not a negative number, and not a text that begins with a dash."""
-    return word.startswith("-") and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+    """As argparse: not a negative number, not a text that begins with a dash, nor a dash alone."""
+    return (
+        word.startswith("-") and word != "-" and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+    )
 
 
 def _full_name(word: str) -> str:
