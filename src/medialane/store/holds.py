@@ -284,7 +284,7 @@ class StoreGrants:
 
 
 class StoreEntries:
-    """Entries of the arena that gateways refer to (implements `worker.host_arena.HostArena`). They are retained for
+    """Entries of the arena that gateways refer to (implements `worker.media.HostArena`). They are retained for
     `retention_s` after their last use (`HoldCache`); those that are passed are waited for, and kept for their requests,
     at most `max_wait_s` and `max_age_s`."""
 

@@ -15,7 +15,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import RpcServer, Worker, WorkerConfig
-from medialane.worker.host_arena import NoArena
+from medialane.worker.media import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.gateway.records import EmbeddingOutcome, embedding_outcome
-from medialane.gateway.request.expansions import Expansions, Item
+from medialane.gateway.request.expansions import Expansions, Item, PromptPrefix
 from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
@@ -23,14 +23,6 @@ from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.stats import RoutingStats, WaitStats
 
 logger = logging.getLogger(__name__)
-
-
-class PromptPrefix(NamedTuple):
-    """The known start of the prompt as the engine will see it; `unplaced_items` come somewhere after it."""
-
-    token_ids: list[int]
-    media: tuple[MediaSpan, ...] = ()
-    unplaced_items: tuple[MediaSpan, ...] = ()
 
 
 class Route(NamedTuple):
@@ -202,12 +194,7 @@ class Routes:
             return PromptPrefix(request.prompt.token_ids, tuple(map(_span, prepared.features)))
         source = prepared.source
         items = [Item(mm_hash, ref.modality) for mm_hash, ref in zip(prepared.mm_hashes, source.items, strict=True)]
-        expansion = self._expansions.expand(source.token_ids, items)
-        placed = {span.mm_hash for span in expansion.media}
-        end = len(expansion.token_ids)
-        # Their tokens are unknown, but a worker that is processing these items is the best one for them.
-        unplaced_items = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
-        return PromptPrefix(expansion.token_ids, expansion.media, tuple(unplaced_items))
+        return self._expansions.expand(source.token_ids, items)
 
 
 def _span(placed: PlacedFeature) -> MediaSpan:

@@ -162,7 +162,7 @@ class StoreFeatures:
 
         An image of a URL that is not cached is counted in `budget` before it is decoded.
         """
-        self._check_fits(ref, budget.processed_bytes(ref))
+        self._check_fits(ref, budget.num_bytes(ref, "processed"))
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _staged(ref, hold, hold.value.feature)
 
@@ -225,7 +225,7 @@ class StoreFeatures:
 
     async def decoded(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> StagedItem:
         """Return the decoder's output for `ref`, under the key of its feature. `budget` is as in `processed`."""
-        self._check_fits(ref, budget.decoded_bytes(ref))
+        self._check_fits(ref, budget.num_bytes(ref, "decoded"))
         hold = await self._find(ref, _Wanted("decoded"), timeline, budget)
         item = _staged(ref, hold, hold.value.feature)
         key = self.key(ref, options, content=hold.value.content_hash)
@@ -345,8 +345,7 @@ class StoreFeatures:
             with naming(ref):
                 await budget.add(ref, question.width, question.height)
             budget.missing()
-            if form != "encoded":
-                self._check_fits(ref, budget.processed_bytes(ref) if form == "processed" else budget.decoded_bytes(ref))
+            self._check_fits(ref, budget.num_bytes(ref, form))
 
         try:
             return await self._link.call(call, answer)

@@ -365,7 +365,8 @@ class ClientCalls:
 
         Raises the error that the worker reports, WorkerLost if the connection is closed, Unavailable after `timeout_s`.
         """
-        self._check_connected()
+        if self._lost:
+            raise WorkerLost("the worker is not connected")
         self._num_calls += 1
         call_id = self._num_calls
         result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
@@ -425,10 +426,6 @@ class ClientCalls:
         if not message.more:
             self._reading.set_result(None)
             self._reading = None
-
-    def _check_connected(self) -> None:
-        if self._lost:
-            raise WorkerLost("the worker is not connected")
 
 
 #: Deltas that are queued for the consumer and delivered one by one. More are merged: the client reads too slowly, or

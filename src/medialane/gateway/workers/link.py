@@ -253,7 +253,8 @@ class WorkerLink:
             logger.info("worker %s: %s", self.name, error.message)
             return None
         except MedialaneError as error:
-            self._report_refusal(error)
+            logger.error("worker %s refuses this gateway: %s", self.name, error.message)
+            self.refusal = error
             return None
         finally:
             self.was_tried.set()  # whoever waits for it runs after `_use`
@@ -280,10 +281,6 @@ class WorkerLink:
     async def _disconnect(self, client: RpcClient) -> None:
         self._client = None
         await client.close()
-
-    def _report_refusal(self, error: MedialaneError) -> None:
-        logger.error("worker %s refuses this gateway: %s", self.name, error.message)
-        self.refusal = error
 
     def _report_loss(self, *, has_drained: bool) -> None:
         self.has_drained = has_drained
