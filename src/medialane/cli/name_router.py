@@ -83,7 +83,6 @@ async def serve(
                 config.gateway,
                 max_body_bytes=config.media.max_body_bytes,
                 root_path=flag_value(http_flags, "--root-path") or "",
-                is_stopping=stop.asked.is_set,
             )
             max_headers = int(flag_value(http_flags, "--h11-max-header-count") or MAX_HEADERS)
             bounds = http_bounds(config.gateway, files_each=2)

@@ -19,7 +19,7 @@ from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bound
 from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake.references import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
-from medialane.gateway.operators import OperatorEndpoints, worker_host
+from medialane.gateway.operators import OperatorEndpoints
 from medialane.gateway.records import (
     MAX_PENDING_BYTES,
     RECORDING_FORMAT,
@@ -113,5 +113,4 @@ __all__ = [
     "wave_bytes",
     "wave_size",
     "with_media",
-    "worker_host",
 ]

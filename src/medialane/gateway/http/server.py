@@ -37,8 +37,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.asgi import header
-from medialane.gateway.http.responses import REQUEST_ID, error_body, error_headers, new_id
+from medialane.gateway.http.responses import REQUEST_ID, error_body, error_headers, header, new_id
 from medialane.observability.logging import request_id
 from medialane.types.errors import (
     ClientTooSlow,

@@ -227,7 +227,7 @@ class Gateway:
                 message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
                 raise InvalidRequest(message, param=placeholder_field(item.ref))
         places = [place for place in placed if place is not None]
-        scope.record.prepared(items, [place.num_embeds for place in places], is_reported=scope.wants_report)
+        scope.record.prepared(items, [place.num_embeds for place in places])
         mm_hashes = tuple(feature.mm_hash for feature in features)
         return PreparedPrompt(token_ids, tuple(map(PlacedFeature, features, places)), mm_hashes, source, media)
 
@@ -303,14 +303,14 @@ class Gateway:
         items = await (media.described() if describes else media.in_stage(stage.name))
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
-            scope.record.prepared(items, is_reported=scope.wants_report)
+            scope.record.prepared(items)
             encoder_token_ids = prompt.token_ids if prompt.is_encoder_prompt else None
             return PreparedPrompt(prompt.token_ids, (), mm_hashes, prompt, media, encoder_token_ids)
         features = tuple(item.feature for item in items)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
         num_tokens = [place.num_embeds for place in assembled.placeholders]
-        scope.record.prepared(items, num_tokens, is_reported=scope.wants_report)
+        scope.record.prepared(items, num_tokens)
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
         is_predicted = all(item.is_hit is None for item in items)
         encoder_token_ids = assembled.encoder_token_ids

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.gateway.admission import Queues, Ticket
-from medialane.gateway.admission.concurrency import OldestFirst
+from medialane.gateway.admission import OldestFirst, Queues, Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.records import AttemptTrace
@@ -453,7 +452,7 @@ class Attempts:
         call = self.call
         if call.scope.trace is None:
             return nullcontext()
-        return call.scope.trace.attempt(call.request, call.route.routed, call.route.link.name, call.paths[0])
+        return call.scope.trace.attempt(call.request, call.route.link.name, call.paths[0])
 
     async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
         with self.call.scope.timeline.measure("handover") as step:
