@@ -456,4 +456,4 @@ async def test_large_answers_leave_the_event_loop_to_others(ours):
     watching = asyncio.create_task(watch())
     await asyncio.gather(*map(answer, answers))
     watching.cancel()
-    assert 0 < longest < 0.01
+    assert 0 < longest < 0.03  # an answer at once takes more than 50 ms

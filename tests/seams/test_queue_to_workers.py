@@ -160,7 +160,7 @@ async def test_media_that_are_not_cached_wait_for_preparers_and_are_prepared_onc
 async def test_request_that_waits_too_long_is_refused_with_the_time_to_come_back(open_parts, tenants):
     parts = await open_parts(queue_timeout_s=0.1)
     clients = Clients(parts)
-    first = asyncio.create_task(clients.text("first", token_s=0.2))
+    first = asyncio.create_task(clients.text("first", token_s=0.4))
     await eventually(lambda: parts.workers[0].engine.num_requests == 1)
     with open_scope() as scope:
         scope.tenant = tenants["light"]
@@ -235,7 +235,7 @@ async def test_prepared_media_are_not_refused(open_parts):
     """They have been decoded: that work would be lost."""
     parts = await open_parts(queue_timeout_s=0.15)
     clients = Clients(parts)
-    first = asyncio.create_task(clients.text("first", token_s=0.2))
+    first = asyncio.create_task(clients.text("first", token_s=0.5))
     await eventually(lambda: parts.workers[0].engine.num_requests == 1)
     await asyncio.gather(clients.image("image", 1), first)
     assert sorted(clients.answered) == ["first", "image"], "sent without room once they have waited long enough"

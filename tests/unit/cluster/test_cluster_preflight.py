@@ -242,11 +242,11 @@ def test_hub_rejection_is_reported_with_its_reason(hub, status, headers, said):
 
 
 def test_unresponsive_hub_times_out(hub):
-    hub.delay_s = 3.0
+    hub.delay_s = 10.0
     started = time.monotonic()
     message = refusal(hub)
     assert "within" in message or "timed out" in message
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 8
 
 
 def test_unreachable_hub_is_named(hub):

@@ -368,7 +368,7 @@ async def test_waiting_for_a_place_does_not_count_as_fetching(origin):
     origin.routes["/a"] = write
     source = KeptSource(config(max_fetches=1))
     crowd = await crowded(source, [])
-    fetches = [crowd.add(origin.url("/a"), FetchLimits(100_000, 1.0 + 0.5 * n)) for n in range(3)]
+    fetches = [crowd.add(origin.url("/a"), FetchLimits(100_000, 1.7)) for _ in range(3)]  # the last waits for 1.2 s
     assert [each.data for each in await asyncio.gather(*fetches)] == [BODY] * 3
     await source.close()
 

@@ -51,7 +51,7 @@ async def test_other_gateway_is_registered_immediately(net):
 
 
 async def test_reconnection_is_rejected_while_requests_are_unreleased(net):
-    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=1.5)
     await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     (await net.connect()).requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
@@ -167,7 +167,7 @@ async def test_too_many_unregistered_connections_close_the_oldest(net, raw):
 
 
 async def test_server_keeps_listening_while_a_request_is_unreleased(net, caplog):
-    handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
+    handler = FakeHandler([1], delay_s=HOUR_S, release_s=1.5)
     server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     client = await net.connect()
     client.requests.submit(engine_request("r"))
