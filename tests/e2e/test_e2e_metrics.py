@@ -175,7 +175,7 @@ async def test_first_token_is_earlier_than_the_end_whether_or_not_the_answer_is_
         return [page.value(f"{name}_{part}") for name in names for part in ("count", "sum")]
 
     before = await totals()
-    await ours.succeed(chat(text("Count"), stream=stream, ignore_eos=True, max_tokens=40))
+    await ours.succeed(chat(text("Count"), stream=stream, ignore_eos=True, max_tokens=128))
     num_tokens_at, token_s, num_ended, ended_s = (new - old for new, old in zip(await totals(), before, strict=True))
     assert (num_tokens_at, num_ended) == (1, 1)
     assert 0 < token_s < 0.7 * ended_s
