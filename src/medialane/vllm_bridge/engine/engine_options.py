@@ -5,7 +5,6 @@ What can be said about a model before a worker runs it: how its media are handle
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Literal
 
@@ -47,7 +46,8 @@ def engine_args(
     if _is_given(vllm_args, "--kv-events-config"):
         # vLLM has one publisher per engine, whose events contain every prompt: it is not shared.
         raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
-    _check_hash_algorithm(vllm_args, parsed)
+    if _is_given(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
+        raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
     args.mm_processor_cache_gb = 0
     # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
     args.prefix_caching_hash_algo = HASH_ALGORITHM
@@ -96,11 +96,6 @@ def checked(wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> st
 def _is_single(args: AsyncEngineArgs) -> bool:
     """Return whether a single process runs the model."""
     return (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
-
-
-def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
-    if _is_given(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
-        raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
 
 
 def _is_given(vllm_args: Sequence[str], flag: str) -> bool:

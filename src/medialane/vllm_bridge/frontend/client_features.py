@@ -151,7 +151,11 @@ def serve_files(app: Any, backend: RequestBackend, fairness: LoopFairness, makin
             metadata = {"mm_hash": found.mm_hash, "modality": found.modality, **making[found.modality]}
             metadata |= named_values(found.header, tensors)[1]
             texts = {name: value if isinstance(value, str) else _json(value) for name, value in metadata.items()}
-            parts = safetensors_of(found, tensors, texts) if form == "safetensors" else _msgpack(found, tensors)
+            parts = (
+                safetensors_of(found, tensors, texts)
+                if form == "safetensors"
+                else encoded_item(decode_item(found.header, tensors))
+            )
             headers = {"content-type": _MEDIA_TYPES[form], FEATURE_HEADER.decode(): _json(texts).encode()}
             return _Pieces(parts, headers, fairness, backend)
 
@@ -210,10 +214,6 @@ def safetensors_of(feature: Feature, tensors: Sequence[memoryview], metadata: Ma
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little"), text, *(data for _, (_, data) in in_order)]
-
-
-def _msgpack(feature: Feature, tensors: Sequence[memoryview]) -> list[Buffer]:
-    return encoded_item(decode_item(feature.header, tensors))
 
 
 def _json(value: object) -> str:

@@ -58,16 +58,12 @@ class PlainVllm:
 
     def process(self, modality: Modality, loaded: Any) -> Mapping[str, Any]:
         """Return the fields of the item, by name."""
-        return _fields(process_one(self._processor, modality, loaded), modality)
+        (item,) = process_one(self._processor, modality, loaded)["mm_kwargs"][modality]
+        return {name: elem.data for name, elem in item.items()}
 
     def process_decoded(self, media: Decoded) -> Mapping[str, Any]:
         """Return the fields of an item that we have decoded, as a worker makes them (stage `decoded`)."""
         return self.process(media.modality, engine_media(media))
-
-
-def _fields(whole: Any, modality: Modality) -> Mapping[str, Any]:
-    (item,) = whole["mm_kwargs"][modality]
-    return {name: elem.data for name, elem in item.items()}
 
 
 class HuggingFace:

@@ -147,7 +147,7 @@ class TensorsReader:
         whose tensors do not show what the encoder makes of them."""
         modality, item = sent.modality, sent.item
         shape = self._shapes.get(modality)
-        if shape is None or shape.measure is None or any(not _is_plain(elem.data) for elem in item.values()):
+        if shape is None or shape.measure is None or any(isinstance(elem.data, list) for elem in item.values()):
             message = "tensors of this model are used only if this server has made them: send the media, or a reference"
             raise InvalidRequest(message)
         self._checker.check_item(modality, item)
@@ -243,10 +243,6 @@ def _is_finite(data: Any) -> bool:
     if isinstance(data, torch.Tensor):
         return not (data.is_floating_point() or data.is_complex()) or bool(torch.isfinite(data).all())
     return math.isfinite(data)
-
-
-def _is_plain(data: Any) -> bool:
-    return isinstance(data, torch.Tensor | int | float)
 
 
 def _range(data: Any) -> tuple[int, int]:

@@ -72,10 +72,6 @@ def new_processor(model_config: ModelConfig) -> BaseMultiModalProcessor:
     return take_images(MULTIMODAL_REGISTRY.create_processor(model_config))
 
 
-# Functions that a processor decorates with `torch.compile` (Nemotron Nano VL) run as they are, with equal
-# results: preparers have no compiler, and the process that they fork from may not have its threads.
-
-
 def accepted_modalities(processor: BaseMultiModalProcessor) -> frozenset[str]:
     """Return the modalities that requests may have: the model supports them, and their limit is not 0
     (`--limit-mm-per-prompt`)."""
@@ -90,6 +86,8 @@ def unknown_modalities(processor: BaseMultiModalProcessor) -> list[str]:
 def run_hf_processor(
     processor: BaseMultiModalProcessor, items: MultiModalDataItems, options: Mapping[str, object]
 ) -> BatchFeature:
+    # Functions that a processor decorates with `torch.compile` (Nemotron Nano VL) run as they are, with equal results:
+    # preparers have no compiler, and the process that they fork from may not have its threads.
     with torch.compiler.set_stance("force_eager"):
         return processor._apply_hf_processor_main(mm_items=items, hf_kwargs=options)
 
