@@ -244,6 +244,8 @@ class EncoderCard(msgspec.Struct, frozen=True):
 
 #: What a worker does: generate, or only encode media, so that other workers load the embeddings.
 WorkerRole = Literal["worker", "encoder"]
+#: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
+EncodeCache = Literal["auto", "on", "off"]
 ENCODER: Final = "encoder"
 
 

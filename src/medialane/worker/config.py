@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from msgspec import field
 
 from medialane.runtime.host import ascii_host
 from medialane.types.errors import StartupFailed
+from medialane.types.request import EncodeCache
 from medialane.types.setting import PositiveFloat, check_bounds
 from medialane.wire.address import TcpAddress, parse_tcp
-
-EncodeCache = Literal["auto", "on", "off"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):

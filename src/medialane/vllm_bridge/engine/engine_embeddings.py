@@ -27,12 +27,13 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
-from medialane.types.errors import GenerationFailed
+from medialane.types.errors import GenerationFailed, StartupFailed
 from medialane.types.hashing import content_hash, digest
-from medialane.types.request import EmbeddingCounts, EncoderCard, WorkerRole
-from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
+from medialane.types.request import ENCODER, EmbeddingCounts, EncodeCache, EncoderCard, WorkerRole
+from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
 from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds
 from medialane.vllm_bridge.learned.settings import describe
+from medialane.vllm_bridge.seams import encoder_cache
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +50,35 @@ class EngineEmbeddings:
     """`card` is None, and `reason` says why, if embeddings are not kept. `arenas` can be read by all of the engine's
     processes. Made before the engine: weights that are replaced while it loads them are not known."""
 
-    def __init__(self, config: VllmConfig, *, wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> None:
+    def __init__(
+        self, config: VllmConfig, wanted: EncodeCache, *, arena_directory: str, role: WorkerRole = "worker"
+    ) -> None:
+        """Make the engine of this configuration load and save embeddings, an encoder's only save them, if it can.
+        Raises StartupFailed if they are `wanted`, or are all that the engine is for, and it cannot."""
+        self._config = config
+        self._wanted: EncodeCache = wanted
+        self._role: WorkerRole = role
+        self._arena_directory = arena_directory
+        only_encodes = role == ENCODER
+        unfit = encoder_cache.unfit_reason(config, only_encodes=only_encodes)
+        self.reason = self._checked("--encode-cache off" if wanted == "off" else unfit)
+        if not self.reason:
+            settings = {DIRECTORY: arena_directory}
+            encoder_cache.connect(config, EmbeddingConnector, settings, only_encodes=only_encodes)
         self.card: EncoderCard | None = None
-        self.reason = reason
         self.arenas: set[str] = set()
         self.counts = EmbeddingCounts()
         self.longest_step_s = 0.0  # that embeddings took of a step of a scheduler
-        self._config = config
         self._digest = ""  # of the encoder as it was loaded
-        self._weights = "" if reason else _weights(config)  # before it is
-        self._wanted: EncodeCache = wanted
-        self._role: WorkerRole = role
+        self._weights = "" if self.reason else _weights(config)  # before it is
+
+    def _checked(self, reason: str) -> str:
+        """Return the reason why embeddings are not kept. Raises StartupFailed if they must be."""
+        if reason and self._role == ENCODER:
+            raise StartupFailed(f"--role encoder is not possible: {reason}")
+        if reason and self._wanted == "on":
+            raise StartupFailed(f"--encode-cache on is not possible: {reason}")
+        return reason
 
     async def learn(self, ask: Ask) -> None:
         """Set `card`, or `reason`. Raises StartupFailed if embeddings must be kept and cannot, WorkerLost."""
@@ -73,18 +92,19 @@ class EngineEmbeddings:
                     raise UnknownEncoder("the files of the weights have changed while the engine started")
                 self.card, self._digest = card, card.digest
             except (UnknownEncoder, GenerationFailed) as error:
-                self.reason = checked(self._wanted, str(error), self._role)
+                self.reason = self._checked(str(error))
         if self.card is None:
             logger.info("the encoder's outputs are not kept: %s", self.reason)
         else:
             widths = ", ".join(f"{modality} {width}" for modality, width in self.card.widths.items())
             logger.info("the encoder's outputs are kept: %s x %s", widths, self.card.dtype)
 
-    async def attach(self, ask: Ask, arena: str, directory: str, nonce: bytes) -> None:
+    async def attach(self, ask: Ask, arena: str, nonce: bytes) -> None:
         """Have the processes that run the model map an arena that EngineCore has mapped."""
         if self.card is None:
             return
-        if all(await ask("medialane_attach_ranks", arena, directory, nonce.hex(), timeout_s=_TIMEOUT_S)):
+        where = arena, self._arena_directory, nonce.hex()
+        if all(await ask("medialane_attach_ranks", *where, timeout_s=_TIMEOUT_S)):
             self.arenas.add(arena)
         else:
             logger.warning("the engine's processes cannot map the arena: embeddings are not loaded")
