@@ -230,13 +230,13 @@ class Frontend:
         outer: Middleware,
         access: Callable[[RouteOf], Middleware],
         inner: Sequence[Middleware],
+        fairness: LoopFairness,
         actions: Mapping[str, Action] | None = None,
         endpoints: Mapping[str, ASGIApp] | None = None,
         probes: Mapping[str, Probe] | None = None,
         tasks: tuple[str, ...] | None = None,
         render_only: bool = False,
         render_payload: render.Payload = "tensors",
-        fairness: LoopFairness | None = None,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
@@ -261,7 +261,6 @@ class Frontend:
 
         app.add_exception_handler(MedialaneError, record_error)
         _add_routes(app, actions or {}, endpoints or {})
-        fairness = fairness or LoopFairness()
         if self.profile is not None:
             client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)

@@ -41,7 +41,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 import torch
-from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
+from vllm.multimodal.inputs import (
+    BaseMultiModalField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+)
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
 from medialane.types.errors import InvalidFeature, InvalidRequest
@@ -159,14 +164,16 @@ Dims = tuple[int | None, ...] | None
 
 
 class FieldSpec(msgspec.Struct, frozen=True):
-    """The properties that a field has in every item that has it. `dtypes` is empty if it is not always a tensor. In
-    `dims`, a dimension is None if it varies, or may do so in items unlike the samples (tiles, rows); in `own_dims`, if
-    it varied between the samples, or counts rows."""
+    """The properties that a field has in every item that has it; `kind` is how it is batched. `dtypes` is empty if it
+    is not always a tensor. In `dims`, a dimension is None if it varies, or may do so in items unlike the samples
+    (tiles, rows); in `own_dims`, if it varied between the samples, or counts rows. `numbers` are the least and the
+    greatest whole number in the samples (`whole_numbers`)."""
 
+    kind: BaseMultiModalField
     dtypes: frozenset[torch.dtype]
     dims: Dims
     own_dims: Dims
-    may_be_negative: bool
+    numbers: tuple[int, int]
     is_optional: bool
 
 
@@ -292,22 +299,28 @@ def _num_bytes(elem: MultiModalFieldElem) -> int:
 
 def _common(elems: Sequence[MultiModalFieldElem], *, is_optional: bool) -> FieldSpec:
     values = [elem.data for elem in elems]
+    field = elems[0].field
+    ranges = [(least, greatest) for least, greatest in map(whole_numbers, values) if least <= greatest]
+    numbers = (min(ranges)[0], max(greatest for _, greatest in ranges)) if ranges else (0, -1)
     if not all(isinstance(v, torch.Tensor) for v in values):
-        return FieldSpec(frozenset(), None, None, True, is_optional)
+        return FieldSpec(field, frozenset(), None, None, numbers, is_optional)
     own = _common_dims(values)
     dims: Dims = None if own is None else (None,) * len(own)
-    field = elems[0].field
     if isinstance(field, MultiModalFlatField) and own:  # the other fields determine the number of rows
         row = field.dim % len(own)
         dims = own = (*own[:row], None, *own[row + 1 :])
-    known = [v for v in values if not has_stand_in(v)]
-    may_be_negative = not known or any(not _is_counting(v) or bool((v < 0).any()) for v in known)
-    return FieldSpec(frozenset(v.dtype for v in values), dims, own, may_be_negative, is_optional)
+    return FieldSpec(field, frozenset(v.dtype for v in values), dims, own, numbers, is_optional)
 
 
-def _is_counting(value: torch.Tensor) -> bool:
-    """Return whether its dtype is of whole numbers that could be negative, but are not if they count something."""
-    return value.dtype.is_signed and not (value.is_floating_point() or value.is_complex())
+def whole_numbers(data: Any) -> tuple[int, int]:
+    """Return the least and the greatest whole number; an empty range for pixels, fractions, and unknown values."""
+    if isinstance(data, int):
+        return int(data), int(data)
+    has_numbers = isinstance(data, torch.Tensor) and data.numel() and data.dtype != torch.uint8
+    if not has_numbers or data.is_floating_point() or data.is_complex() or has_stand_in(data):
+        return 0, -1
+    values = data.numpy()  # torch has no minimum of some unsigned dtypes
+    return int(values.min()), int(values.max())
 
 
 def _common_dims(values: Sequence[torch.Tensor]) -> Dims:
@@ -325,7 +338,8 @@ def _check_field(name: str, elem: MultiModalFieldElem, spec: FieldSpec, dims: Di
         raise InvalidFeature(f"{name}: {getattr(data, 'dtype', type(data).__name__)} instead of {expected}")
     if dims is not None:
         _check_dims(name, data.shape, dims)
-    if not spec.may_be_negative and data.nbytes <= _SMALL_BYTES and bool((data < 0).any()):
+    counts_something = 0 <= spec.numbers[0] <= spec.numbers[1]
+    if counts_something and data.nbytes <= _SMALL_BYTES and whole_numbers(data)[0] < 0:
         raise InvalidFeature(f"{name}: a negative number")
 
 
