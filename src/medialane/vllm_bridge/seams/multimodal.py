@@ -92,12 +92,16 @@ def run_hf_processor(
         return processor._apply_hf_processor_main(mm_items=items, hf_kwargs=options)
 
 
+#: Raised for a model whose family processes media by itself, without the files of a Hugging Face processor.
+NO_HF_PROCESSOR = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError)
+
+
 def hf_processor_of(processor: BaseMultiModalProcessor) -> Any | None:
     """Return its Hugging Face processor; None for a family that processes media without: the model has no files from
     which vLLM could load it."""
     try:
         return processor.info.get_hf_processor()
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError):
+    except NO_HF_PROCESSOR:
         return None
 
 
