@@ -78,7 +78,7 @@ def _words(name: str, value: object) -> list[str]:
             return [f"--{name}", str(value)]
 
 
-def _grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag's full name with its words: itself as it is spelled, then its values."""
     group: list[str] = []
     for word in vllm_args:
@@ -90,9 +90,17 @@ def _grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield _full_name(group[0]), group
 
 
+def _values(words: list[str]) -> list[str]:
+    """Return the values of a flag, of its words."""
+    _, equals, value = words[0].partition("=")
+    return [*([value] if equals else []), *words[1:]]
+
+
 def _is_flag(word: str) -> bool:
-    """As argparse: not a negative number, and not a text that begins with a dash."""
-    return word.startswith("-") and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+    """As argparse: not a negative number, not a text that begins with a dash, nor a dash alone."""
+    return (
+        word.startswith("-") and word != "-" and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+    )
 
 
 def _full_name(word: str) -> str:
@@ -110,7 +118,7 @@ def _full_name(word: str) -> str:
 def engine_flags(vllm_args: Sequence[str]) -> list[str]:
     """Return the flags without those that only a gateway uses."""
     frontend = flag_table()["frontend"]
-    return [word for name, words in _grouped(vllm_args) if name not in frontend for word in words]
+    return [word for name, words in grouped(vllm_args) if name not in frontend for word in words]
 
 
 def processor_flags(vllm_args: Sequence[str]) -> list[str]:
@@ -119,7 +127,7 @@ def processor_flags(vllm_args: Sequence[str]) -> list[str]:
     table = flag_table()
     return [
         word
-        for name, words in _grouped(vllm_args)
+        for name, words in grouped(vllm_args)
         if name not in SECRET_FLAGS and (name in table["processor"] or name not in table["flags"])
         for word in words
     ]
@@ -138,17 +146,15 @@ def untraced_flags(vllm_args: Sequence[str]) -> list[str]:
 
 
 def without_flags(vllm_args: Sequence[str], names: Collection[str]) -> list[str]:
-    return [word for name, words in _grouped(vllm_args) if name not in names for word in words]
+    return [word for name, words in grouped(vllm_args) if name not in names for word in words]
 
 
 def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Return the flags without those that have a secret as value, and the values, by flag; the last one counts."""
     rest: list[str] = []
     taken: dict[str, list[str]] = {}
-    for name, words in _grouped(vllm_args):
-        _, equals, value = words[0].partition("=")
-        values = [*([value] if equals else []), *words[1:]]
-        if name in SECRET_FLAGS and values:
+    for name, words in grouped(vllm_args):
+        if name in SECRET_FLAGS and (values := _values(words)):
             taken[name] = values
         else:
             rest += words
@@ -159,26 +165,20 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
     """Return the last value of a flag with any of `names`; None if it is absent. As in vLLM's parser, `--a-b v`,
     `--a-b=v`, `--a_b v` and an abbreviation are the same."""
     last = None
-    for name, words in _grouped(vllm_args):
-        _, equals, value = words[0].partition("=")
-        if name in names and (equals or len(words) > 1):
-            last = value if equals else words[1]
+    for name, words in grouped(vllm_args):
+        if name in names and (values := _values(words)):
+            last = values[0]
     return last
 
 
 def flag_values(vllm_args: Sequence[str], name: str) -> list[str]:
     """Return all values of the last flag with this name."""
-    last: list[str] = []
-    for found, words in _grouped(vllm_args):
-        if found == name:
-            _, equals, value = words[0].partition("=")
-            last = [*([value] if equals else []), *words[1:]]
-    return last
+    return next((_values(words) for found, words in reversed([*grouped(vllm_args)]) if found == name), [])
 
 
 def has_flag(vllm_args: Sequence[str], *names: str) -> bool:
     """Return whether a flag is present, with or without a value."""
-    return any(name in names for name, _ in _grouped(vllm_args))
+    return any(name in names for name, _ in grouped(vllm_args))
 
 
 def gpus_per_worker(vllm_args: Sequence[str]) -> int:

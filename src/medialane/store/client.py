@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -80,7 +81,7 @@ class ConnectionLost(Exception):
 
 
 class StoreClient:
-    """A registered connection. It does not reconnect: call `connect` again after `closed`.
+    """One connection, registered by `connect`. It does not reconnect.
 
     `holds` are the holds that this process has, on any connection, by id: one is added when its call's result
     arrives, and removed by `release`. `on_passed` owns those that another client has passed to this one; `on_reclaim`
@@ -92,13 +93,14 @@ class StoreClient:
     def __init__(
         self,
         config: RpcConfig,
-        holds: dict[int, HeldEntry],
-        on_passed: Callable[[HoldsPassed], object],
-        on_reclaim: Callable[[], object],
         *,
-        names_takers: bool,
+        holds: dict[int, HeldEntry] | None = None,
+        on_passed: Callable[[HoldsPassed], object] = lambda _: None,
+        on_reclaim: Callable[[], object] = lambda: None,
+        names_takers: bool = False,
     ) -> None:
-        self._holds = holds
+        self._config = config
+        self._holds = {} if holds is None else holds
         self._names_takers = names_takers
         self._on_passed = on_passed
         self._on_reclaim = on_reclaim
@@ -117,27 +119,15 @@ class StoreClient:
         #: Why the store has refused this client.
         self.refusal: MedialaneError | None = None
 
-    @classmethod
-    async def connect(
-        cls,
-        address: str,
-        hello: StoreHello,
-        config: RpcConfig,
-        *,
-        holds: dict[int, HeldEntry] | None = None,
-        on_passed: Callable[[HoldsPassed], object] = lambda _: None,
-        on_reclaim: Callable[[], object] = lambda: None,
-        names_takers: bool = False,
-    ) -> StoreClient:
-        """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
+    async def connect(self, address: str, hello: StoreHello) -> None:
+        """Connect and register, once. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, {} if holds is None else holds, on_passed, on_reclaim, names_takers=names_takers)
-        client.welcome = await client._registration.run(
-            hello, timeout_s=config.connect_timeout_s, connecting=dial(address, client._connection)
+        dialling = dial(address, self._connection)
+        self.welcome = await self._registration.run(
+            hello, timeout_s=self._config.connect_timeout_s, connecting=dialling
         )
-        return client
 
     @property
     def closed(self) -> asyncio.Event:
@@ -301,30 +291,13 @@ def _held_embedding(embedding: EmbeddingFound | PassedEmbedding) -> HeldEntry:
     return HeldEntry(embedding.tensor.range, not embedding.is_filled)
 
 
+@dataclass
 class _MappedArena:
     """A store's arena in this process. It stays mapped while its store is away: the next one may take it over."""
 
-    def __init__(self, offer: ArenaOffer, view: ArenaView, slot: ClientSlot) -> None:
-        self.offer = offer
-        self.view = view
-        self.slot = slot
-
-    @classmethod
-    def open(cls, welcome: StoreWelcome, directory: str, *, writable: bool) -> _MappedArena:
-        """Take the slot's lock, and map the arena. Raises HandoverFailed if this process has another /dev/shm."""
-        offer = welcome.arena
-        slot = ClientSlot.take(offer.id, directory, welcome.slot)
-        try:
-            view = ArenaView.open(offer.id, directory, nonce=offer.nonce, writable=writable)
-        except HandoverFailed:
-            slot.release()
-            raise
-        return cls(offer, view, slot)
-
-    def close(self) -> None:
-        """Entries that are being read stay mapped until their readers have finished."""
-        self.view.close()
-        self.slot.release()
+    offer: ArenaOffer
+    view: ArenaView
+    slot: ClientSlot
 
 
 class StoreLink:
@@ -359,8 +332,7 @@ class StoreLink:
         self._writable = writable
         self._scraped = scraped
         self._client: StoreClient | None = None
-        self._connected = asyncio.Event()
-        self._changed = asyncio.Event()  # set when there is a connection, or no arena any more
+        self._changed = asyncio.Event()  # set when there is a connection, no arena any more, or a refusal
         self._arena: _MappedArena | None = None
         self._holds: dict[int, HeldEntry] = {}  # by id, in that arena
         self._last_status: StoreStatus | None = None  # of the store of that arena, before it was lost
@@ -368,10 +340,9 @@ class StoreLink:
         self._lost_at = float("-inf")
         self._last_report = ""
         self._refusal: StartupFailed | None = None
-        self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
         self._reclaimers: list[Callable[[], None]] = []
-        self._on_passed: Callable[[HoldsPassed], None] | None = None
+        self._on_passed: Callable[[HoldsPassed], None] = self.release_passed
 
     @property
     def arena(self) -> str | None:
@@ -460,14 +431,14 @@ class StoreLink:
     async def ready(self) -> None:
         """Wait until a store is connected and has started, without a deadline: loading the model's processor takes its
         time. Raises StartupFailed if a store refuses this client."""
-        while True:
-            await first_of(self._connected.wait(), self._refused.wait())
-            if self._refusal is not None:
-                raise self._refusal
-            if (client := self._client) is not None:
-                await first_of(client.started.wait(), client.closed.wait())
-                if client.started.is_set():
-                    return
+        while self._refusal is None:
+            if (client := self._client) is None or client.closed.is_set():
+                await self._change()
+                continue
+            await first_of(client.started.wait(), client.closed.wait())
+            if client.started.is_set():
+                return
+        raise self._refusal
 
     def notify(self, arena: str, message: PassHolds) -> bool:
         """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
@@ -543,10 +514,13 @@ class StoreLink:
                         raise self.unavailable(_LOST)
                     if (client := self._client) is not None and not client.closed.is_set():
                         return client
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._change()
         except TimeoutError:
             raise self.unavailable(_UNAVAILABLE) from None
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _connect_once(self) -> bool:
         """Connect, and wait until the connection is lost. False if there was none."""
@@ -560,7 +534,6 @@ class StoreLink:
             logger.exception("connecting to the media store failed")
             return False
         self._refusal = None
-        self._refused.clear()
         if (client := self._client) is not None:
             await client.closed.wait()
             if client.refusal is not None:
@@ -583,15 +556,14 @@ class StoreLink:
             holds=sent,
             scraped=self._scraped,
         )
-        client = await StoreClient.connect(
-            self.address,
-            hello,
+        client = StoreClient(
             self._rpc,
             holds=self._holds,
-            on_passed=self._passed,
+            on_passed=lambda passed: self._on_passed(passed),  # there may be a listener later
             on_reclaim=self._reclaim,
             names_takers=self._names_takers,
         )
+        await client.connect(self.address, hello)
         try:
             self._use_arena(client.welcome)
         except MedialaneError:
@@ -603,31 +575,34 @@ class StoreLink:
         self._client = client
         self._outage.end()
         self._last_report = ""
-        self._connected.set()
         self._changed.set()
         logger.info("the media store is connected: %s", self.address)
 
     def _use_arena(self, welcome: StoreWelcome) -> None:
-        """Map the store's arena, unless it is mapped. Raises HandoverFailed."""
-        arena = self._arena
-        if arena is not None and arena.offer == welcome.arena and arena.slot.number == welcome.slot:
+        """Take the slot's lock, and map the store's arena, as far as that is not done. Raises HandoverFailed, also if
+        this process has another /dev/shm."""
+        offer, mapped = welcome.arena, self._arena
+        if mapped is not None and (mapped.offer, mapped.slot.number) == (offer, welcome.slot):
             return
-        if arena is not None and arena.offer == welcome.arena:
-            slot = ClientSlot.take(welcome.arena.id, self._arena_directory, welcome.slot)
-            arena.slot.release()
-            arena.slot = slot
+        slot = ClientSlot.take(offer.id, self._arena_directory, welcome.slot)
+        if mapped is not None and mapped.offer == offer:
+            mapped.slot.release()
+            mapped.slot = slot
             return
-        new = _MappedArena.open(welcome, self._arena_directory, writable=self._writable)
+        try:
+            view = ArenaView.open(offer.id, self._arena_directory, nonce=offer.nonce, writable=self._writable)
+        except HandoverFailed:
+            slot.release()
+            raise
         self._unmap()
-        self._arena = new
-        self._tell(new.offer)
+        self._arena = _MappedArena(offer, view, slot)
+        self._tell(offer)
 
     def _disconnect(self) -> None:
         self._last_status = self.status
         self._client = None
         self._lost_at = time.monotonic()
         self._outage.begin()
-        self._connected.clear()
 
     def _drop_removed(self) -> None:
         """Unmap the arena if no store can take it over any more: its file has been removed."""
@@ -637,12 +612,6 @@ class StoreLink:
     def _tell(self, arena: ArenaOffer | None) -> None:
         for listener in self._listeners:
             listener(arena)
-
-    def _passed(self, passed: HoldsPassed) -> None:
-        if self._on_passed is not None:
-            self._on_passed(passed)
-            return
-        self.release_passed(passed)
 
     def _reclaim(self) -> None:
         for listener in self._reclaimers:
@@ -656,14 +625,15 @@ class StoreLink:
             del self._holds[hold_id]
         self._last_status = None
         self._tell(None)
-        arena.close()
+        arena.view.close()  # entries that are being read stay mapped until their readers have finished
+        arena.slot.release()
         self._changed.set()
 
     def _report(self, error: MedialaneError) -> None:
         """Log why there is no connection, once: connecting is tried many times in a second."""
         if isinstance(error, StartupFailed):
             self._refusal = error
-            self._refused.set()
+            self._changed.set()
         if error.message != self._last_report:
             self._last_report = error.message
             level = logging.INFO if isinstance(error, NoWorkerReady) else logging.ERROR

@@ -5,7 +5,6 @@ import argparse
 import pytest
 
 from medialane.cli import render
-from medialane.cli.serve import announce
 from medialane.cluster import Hardware, local
 from medialane.config import Config, load_config
 from medialane.types.errors import StartupFailed
@@ -20,7 +19,7 @@ def parsed(*words):
 
 def test_a_store_and_gateways_start_and_no_worker(tmp_path):
     config = render.without_workers(load_config({"gateways": "2"}))
-    specs = local.process_specs(config, "model", [], folder=tmp_path, hardware=Hardware((), 2), environ={})
+    specs = local.process_specs(config, "model", [], local.HostRun(tmp_path, Hardware((), 2), {}))
     assert [spec.name for spec in specs] == ["warm process", "store", "gateway 0", "gateway 1"]
     assert specs[-1].environ["MEDIALANE_RENDER_ONLY"] == "true"
 
@@ -38,7 +37,3 @@ def test_workers_configured_for_serve_do_not_start():
 def test_flag_for_workers_is_refused(flags):
     with pytest.raises(StartupFailed, match=flags[0]):
         render.run(parsed(*flags))
-
-
-def test_address_of_the_render_endpoint_is_announced():
-    assert "/v1/chat/completions/render" in announce(render.without_workers(Config()), "model", [])

@@ -6,9 +6,9 @@ import json
 import tracemalloc
 
 import pytest
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import GatewayConfig, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
@@ -290,7 +290,7 @@ class Answering(App):
         request = current_scope()
         ref = request.resolve(request.references.text(0))
         item = StagedItem(ref, Feature("image", "h", b"", (), MediaSize()), None, is_hit=True)
-        request.record.prepared([item], [4], is_reported=True)
+        request.record.prepared([item], [4])
         headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"id":"a"}'})

@@ -22,10 +22,10 @@ from medialane.types.errors import MedialaneError
 from medialane.types.feature import Feature, RemoteEntry
 from medialane.types.media import MediaSize
 from medialane.types.tensor import TensorDescriptor, TensorSpec
-from medialane.wire import Listener, Role, RpcConfig, Security, dial
+from medialane.wire import Authentication, Listener, Role, RpcConfig, Security, dial
 
 RPC = RpcConfig()
-AUTHENTICATION = Security.load(RPC).authentication(PROTOCOL, Role.STORE, Role.STORE)
+AUTHENTICATION = Authentication(Security.load(RPC), PROTOCOL, Role.STORE, Role.STORE)
 MIB = 1 << 20
 
 
@@ -68,10 +68,16 @@ def pattern(key: str, num_bytes: int) -> bytes:
 
 async def connect(address: str) -> PeerConnection:
     """Return a registered connection to a store, to misbehave on."""
-    peer = PeerConnection()
-    await dial(address, peer, AUTHENTICATION)
+    peer = await dialled(address)
     await peer.send(PeerHello("0" * 32))
     await peer.receive(decode_from_source)
+    return peer
+
+
+async def dialled(address: str) -> PeerConnection:
+    """Return a connection on which nothing has been sent."""
+    peer = PeerConnection()
+    await dial(address, peer, AUTHENTICATION)
     return peer
 
 

@@ -13,7 +13,7 @@ from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.observability import request_id
 from medialane.runtime.tasks import TAKER
-from medialane.store import FindItem, HeldEntry, ItemFound, StoreClient, StoreEntries, StoreHello
+from medialane.store import AskLease, FindItem, HeldEntry, ItemFound, StoreClient, StoreEntries, StoreHello
 from medialane.store.messages import decode_from_store, decode_to_store
 from medialane.types.errors import (
     ArenaFull,
@@ -98,7 +98,9 @@ async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
     async def connect(holds=None):
         holds = holds or {}
         hello = StoreHello(client_id="one", arena=world.arena.id, holds=holds)
-        return await StoreClient.connect(world.address, hello, RPC, holds=holds)
+        client = StoreClient(RPC, holds=holds)
+        await client.connect(world.address, hello)
+        return client
 
     async def find(client, content):
         return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -245,7 +247,7 @@ async def test_socket_is_private_and_a_client_of_another_release_is_refused(worl
     path = world.address.removeprefix("unix:")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(StartupFailed, match=r"the client speaks protocol 0, the store \d+ .*same release"):
-        await StoreClient.connect(world.address, StoreHello(version=0, client_id="x"), RPC, holds={})
+        await StoreClient(RPC).connect(world.address, StoreHello(version=0, client_id="x"))
 
 
 def test_client_of_a_release_with_another_hello_is_known_by_its_number():
@@ -271,6 +273,12 @@ async def test_status_is_refreshed_on_request(world):
     client.release(hold_id)
     await client.link.refresh(5)
     assert client.link.status.stats.arena.num_leases == 0
+
+
+@pytest.mark.parametrize("media", ["z" * 64, "ab", ""])
+def test_what_is_no_hash_of_leased_media_is_no_message(media):
+    with pytest.raises(ProtocolViolation):
+        decode_to_store(memoryview(msgspec.msgpack.encode(AskLease(1, "owner", media, "find"))))
 
 
 def test_unreadable_frames_are_violations():

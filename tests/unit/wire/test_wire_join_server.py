@@ -13,6 +13,7 @@ from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import (
     PROTOCOL_VERSION,
+    Authentication,
     FrameReader,
     Hello,
     Join,
@@ -25,7 +26,6 @@ from medialane.wire import (
     decode_to_worker,
     dial,
 )
-from medialane.wire.acceptor import MAX_PENDING
 from medialane.worker import RpcServer
 from waiting import eventually
 
@@ -176,7 +176,7 @@ class Peer(asyncio.Protocol):
     @classmethod
     async def connect(cls, address, config=CONFIG):
         peer = cls()
-        await dial(address, peer, Security.load(config).authentication("rpc", Role.WORKER, Role.GATEWAY))
+        await dial(address, peer, Authentication(Security.load(config), "rpc", Role.WORKER, Role.GATEWAY))
         return peer
 
     def connection_made(self, transport):
@@ -241,7 +241,7 @@ async def test_silent_peer_is_disconnected_after_the_timeout():
 
 
 async def test_number_of_silent_connections_is_bounded(gateway):
-    peers = [await Peer.connect(gateway.address) for _ in range(MAX_PENDING + 1)]
+    peers = [await Peer.connect(gateway.address) for _ in range(100)]
     assert await peers[0].is_disconnected(), "the oldest is closed"
     assert not peers[-1].closed.is_set()
     for peer in peers:

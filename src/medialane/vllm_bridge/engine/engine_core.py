@@ -55,9 +55,7 @@ def install() -> None:
             "medialane_detach_ranks": lambda engine, arena: on_every_rank(engine, _detach, arena),
             "medialane_encoder": lambda engine: on_every_rank(engine, measure),
             "medialane_try_embeds": lambda engine: on_every_rank(engine, try_embeds),
-            "medialane_embeddings": lambda engine: _embeddings(
-                engine, lambda c: (astuple(c.schedule.counts), c.clock.longest_s)
-            ),
+            "medialane_embeddings": lambda engine: _embeddings(engine, lambda c: astuple(c.schedule.counts)),
             "medialane_drop_fills": lambda engine: _embeddings(engine, lambda c: c.schedule.drop_fills()),
         },
     )
