@@ -83,7 +83,7 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = field(default="info", name="log-level")
     """log level of medialane's own messages"""
     format: Literal["text", "json"] = field(default="text", name="log-format")
-    """format of all logs, with lines of vLLM and the HTTP server; json: one object per line"""
+    """format of all logs; json: one object per line"""
     access: bool = field(default=False, name="access-log")
     """log a line for each request when it ends (model, tenant, media, worker, times, tokens, status, reason), instead
     of the HTTP server's"""

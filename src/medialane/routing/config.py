@@ -32,8 +32,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_ms: NonNegativeFloat = field(default=5.0, name="routing-request-ms")
     """cost of any request besides its tokens"""
     contention_weight: NonNegativeFloat = field(default=2.0, name="routing-contention-weight")
-    """weight of computing relative to waiting: recomputing what another worker has cached delays others; 0 duplicates a
-    prompt in flight elsewhere at once"""
+    """weight of computing relative to waiting, as recomputing delays others; 0 duplicates a prompt in flight elsewhere
+    at once"""
     running_ms: NonNegativeFloat = field(default=0.2, name="routing-running-ms")
     """cost of each running sequence"""
     over_capacity_ms: NonNegativeFloat = field(default=25.0, name="routing-over-capacity-ms")

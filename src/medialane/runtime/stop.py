@@ -29,8 +29,8 @@ class StopConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How gateways, workers, encoders and stores stop."""
 
     drain_timeout_s: NonNegativeFloat = field(default=DRAIN_TIMEOUT_S, name="drain-timeout")
-    """how long a stopping process (SIGTERM, `medialane workers drain`) lets requests end, accepting none; then a
-    worker's answers continue at another ready one, a gateway's end with an error"""
+    """how long a stopping process (SIGTERM, `medialane workers drain`) lets requests end; then a worker's continue at
+    another one, a gateway's end with an error"""
 
     def validate(self) -> None:
         check_bounds(self)
