@@ -11,7 +11,7 @@ from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, Intak
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.tasks import LoopFairness
-from medialane.vllm_bridge.frontend import Frontend
+from medialane.vllm_bridge.frontend import take_frontend
 
 VLLM_ARGS = [
     "--max-model-len=8192",
@@ -54,7 +54,7 @@ class Server:
     async def start(cls, model, vllm_args=VLLM_ARGS, tasks=None, make_backend=None, **options):
         server = cls()
         server.model = model
-        server.frontend = Frontend(model, vllm_args)
+        server.frontend = take_frontend(model, vllm_args)
         hf_config = server.frontend.config.model_config.hf_config.to_dict()
         make = make_backend or (lambda _frontend: FakeBackend(hf_config.get("image_token_id")))
         server.backend = make(server.frontend)

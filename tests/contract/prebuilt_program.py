@@ -16,7 +16,7 @@ from app_server import BASE64, DATA_URL, KEY, Server, image
 
 from medialane.gateway.intake import warm_up
 from medialane.runtime.linux import exit_at_once
-from medialane.vllm_bridge.frontend import CONNECTOR, prebuilt
+from medialane.vllm_bridge.frontend import CONNECTOR, app
 
 FLAGS = ["--max-model-len=8192", "--enforce-eager", '--limit-mm-per-prompt={"image":8,"video":1}', "--enable-mm-embeds"]
 POOLING = [*FLAGS, "--runner=pooling"]
@@ -72,8 +72,8 @@ def answers_of_fork(model, flags, tasks):
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.environ |= {"VLLM_API_KEY": "secret", "VLLM_MEDIA_CONNECTOR": CONNECTOR}
-        built, build = [], prebuilt.build
-        prebuilt.build = lambda *args: (built.append(args), build(*args))
+        built, build = [], app.build_frontend
+        app.build_frontend = lambda *args: (built.append(args), build(*args))
         result = asyncio.run(answers(model, flags, tasks))
         with open(writer, "w") as pipe:
             json.dump({"answers": result, "has_built": bool(built)}, pipe)
@@ -89,7 +89,7 @@ def main(model):
     kinds = {"text": (FLAGS, None), "pooling": (POOLING, ("embed", "token_embed"))}
     cold = {kind: answers_of_fork(model, *given) for kind, given in kinds.items()}
     for flags, _ in kinds.values():
-        prebuilt.build(model, flags)
+        app.build_frontend(model, flags)
     num_threads = len(os.listdir("/proc/self/task"))
     warm = {kind: answers_of_fork(model, *given) for kind, given in kinds.items()}
     other = answers_of_fork(model, [*FLAGS, "--served-model-name=other"], None)

@@ -15,8 +15,8 @@ from medialane.types.errors import InvalidEmbeds, InvalidFeature
 from medialane.types.feature import MediaPayload
 from medialane.types.request import SourcePrompt
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, InlineTensor, TensorSpec, decode_embeds
-from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.learned import AcceptedEmbeds, EmbedsReader, ModelProfile
+from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds, EmbedsReader, SourceRenderer
+from medialane.vllm_bridge.learned import ModelProfile
 from vllm_configs import renderer_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medialane.types.errors import StartupFailed
-from medialane.vllm_bridge.frontend import prebuilt
+from medialane.vllm_bridge.frontend import build_frontend, take_frontend
 
 PROGRAM = Path(__file__).with_name("prebuilt_program.py")
 FLAGS = ["--max-model-len=8192", "--enforce-eager", "--language-model-only"]
@@ -47,17 +47,17 @@ def test_building_a_front_end_leaves_one_thread(answers):
 
 
 def test_each_front_end_has_its_own_parts(tiny_model):
-    prebuilt.build(str(tiny_model), FLAGS)
-    first, second = (prebuilt.take(str(tiny_model), FLAGS) for _ in range(2))
+    build_frontend(str(tiny_model), FLAGS)
+    first, second = (take_frontend(str(tiny_model), FLAGS) for _ in range(2))
     assert first.renderer is not second.renderer
     assert first.routes is not second.routes
 
 
 def test_wrong_flag_is_refused_when_it_is_built(tiny_model):
     with pytest.raises(StartupFailed, match="no-such-flag"):
-        prebuilt.build(str(tiny_model), ["--no-such-flag=1"])
+        build_frontend(str(tiny_model), ["--no-such-flag=1"])
 
 
 def test_missing_model_is_refused_when_it_is_built(tmp_path):
     with pytest.raises(StartupFailed, match="cannot load"):
-        prebuilt.build(str(tmp_path), FLAGS)
+        build_frontend(str(tmp_path), FLAGS)

@@ -14,7 +14,7 @@ from medialane.prepare import FactoryConfig
 from medialane.types.errors import InvalidImage, PromptRejected, PromptTooLong
 from medialane.types.feature import Feature
 from medialane.types.media import Image, MediaSize
-from medialane.vllm_bridge.frontend import Frontend
+from medialane.vllm_bridge.frontend import take_frontend
 from medialane.vllm_bridge.items import VllmProcessor, decode_item, encode_item
 from medialane.vllm_bridge.items.header_values import stand_in
 from medialane.vllm_bridge.learned import ModelProfile
@@ -214,7 +214,7 @@ def test_only_families_keeping_the_cached_hf_step_may_be_split(renderer):
 def test_model_whose_requests_may_have_no_items_of_a_modality_is_served(tiny_model, modality):
     limit = json.dumps({modality: 0})
     args = ["--max-model-len=8192", "--enforce-eager", f"--limit-mm-per-prompt={limit}"]
-    frontend = Frontend(str(tiny_model), args)
+    frontend = take_frontend(str(tiny_model), args)
     assert frontend.profile.unfit == {}
     assert frontend.profile.checker
     frontend.renderer.shutdown()

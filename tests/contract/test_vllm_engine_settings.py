@@ -79,9 +79,9 @@ def test_local_paths_are_not_reported(settings, tiny_model):
 
 
 def test_model_whose_media_are_disabled_is_served_as_a_text_model(tiny_model):
-    from medialane.vllm_bridge.frontend import Frontend
+    from medialane.vllm_bridge.frontend import take_frontend
 
-    frontend = Frontend(str(tiny_model), ["--language-model-only"])
+    frontend = take_frontend(str(tiny_model), ["--language-model-only"])
     try:
         assert not frontend.takes_media
         assert "processor" not in frontend.processor_settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -20,8 +19,6 @@ from medialane.gateway import metrics_key
 from medialane.runtime.host import machine
 from medialane.tools.check.servers import CheckProgress, Launch
 from medialane.tools.compare import (
-    Journal,
-    Manifest,
     Pace,
     Slo,
     Traffic,
@@ -30,6 +27,7 @@ from medialane.tools.compare import (
     read_traffic,
     show,
     sides_of,
+    written,
 )
 from medialane.types.errors import StartupFailed
 
@@ -46,7 +44,7 @@ FILE is a recording or an OpenAI batch file. `medialane serve MODEL --record FIL
 docs/guides/compare.md has the ten minutes from there to here.
 
 Requests are sent greedy and streamed (--as-sent: as they are), at their times if the file has any, else {_CONCURRENCY}
-at a time. Ctrl-C stops the servers and reports what there is; the same command with the same --out goes on from there.
+at a time. Ctrl-C stops the servers and reports what was measured.
 
 Exit status: 0 compared; 1 no request was answered by both; 2 an argument is wrong, or a server did not start; 130
 interrupted.
@@ -122,45 +120,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, comparison: TrafficComparison, folder: Path, progress: CheckProgress) -> int:
-    manifest = _manifest(args, comparison)
-    journal = Journal.opened(folder, manifest)
-    progress.note(f"replies and reports: {folder}")
+    progress.note(f"replies and report: {folder}")
 
     async def work() -> bool:
         with closing(progress):
-            await comparison.run(journal, progress)
+            await comparison.run(folder, progress)
         return True
 
     measured_on = machine()
     is_whole = until_signal(work())
     report = make_report(
-        manifest,
-        comparison.traffic,
-        comparison.turns(journal),
+        comparison,
+        model=args.model,
+        requests=args.requests.name,
+        vllm_flags=args.vllm_args,
         slo=Slo(args.slo_ttft, args.slo_tpot),
-        rounds=args.rounds,
         measured_on=measured_on,
     )
-    journal.write("report.json", msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    with written(folder, "report.json") as write:
+        write(msgspec.json.format(msgspec.json.encode(report), indent=1))
     show(report, Console())
     print(folder / "report.json")
     if not is_whole:
-        print(f"interrupted: the same command with --out {folder} goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0 if report.agreement.num_compared and all(side.num_succeeded for side in report.sides) else 1
-
-
-def _manifest(args: argparse.Namespace, comparison: TrafficComparison) -> Manifest:
-    return Manifest(
-        model=args.model,
-        requests=args.requests.name,
-        digest=comparison.traffic.digest,
-        num_requests=len(comparison.traffic.requests),
-        sides=tuple(side.name for side in comparison.sides),
-        vllm_flags=tuple(args.vllm_args),
-        pace=str(comparison.pace),
-        as_sent=args.as_sent,
-    )
 
 
 def _pace(args: argparse.Namespace, traffic: Traffic) -> Pace:

@@ -82,7 +82,15 @@ from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.types.errors import GatewayDraining, StartupFailed
 from medialane.types.hashing import digest
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
-from medialane.vllm_bridge.frontend import Action, Frontend, VllmMediaHasher, encode_params, prebuilt, serve_http
+from medialane.vllm_bridge.frontend import (
+    Action,
+    Frontend,
+    VllmMediaHasher,
+    build_frontend,
+    encode_params,
+    serve_http,
+    take_frontend,
+)
 from medialane.vllm_bridge.items.options import check_model_io
 from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.protocol import Hello
@@ -112,7 +120,7 @@ def prebuild(model: str, vllm_args: Sequence[str]) -> None:
     """In the process that gateways are forked from: build what those for this model and these flags start with. No
     thread remains. Raises StartupFailed, or what vLLM raises."""
     warm_up()
-    prebuilt.build(model, untraced_flags(vllm_args))
+    build_frontend(model, untraced_flags(vllm_args))
 
 
 def run(
@@ -180,7 +188,7 @@ class _Gateway:
         # Imports and processors take seconds, during which the event loop must handle signals.
         enter_phase("loading the model's processor")
         self._frontend = frontend = await asyncio.to_thread(
-            Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys
+            take_frontend, model, untraced_flags(vllm_args), config.gateway.api_keys
         )
         # The name router, in front of a unix socket, listens at the host of these settings.
         is_unix = self._socket.family == socket.AF_UNIX

@@ -50,19 +50,18 @@ def test_two_servers_are_compared_and_the_report_written(servers, requests, tmp_
     assert json.loads((out / "report.json").read_text())["agreement"]["counts"] == {"equal": 6}
 
 
-def test_ctrl_c_reports_what_there_is_and_says_how_it_goes_on(servers, requests, tmp_path):
+def test_ctrl_c_reports_what_was_measured(servers, requests, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "medialane", "compare", "m", "--requests", str(requests), "--concurrency", "1"]
     command += ["--out", str(out), "--against", f"old={servers()}", "--against", f"new={servers(num_answers=2)}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     replies = out / "turn-1-1.jsonl"
     wait_until(lambda: replies.exists() and len(replies.read_text().splitlines()) == 2, "two of six replies", 30)
     process.send_signal(signal.SIGINT)
-    shown, errors = process.communicate(timeout=15)
+    shown, _ = process.communicate(timeout=15)
     assert process.returncode == 130
     assert "answers: 2 of 2 equal" in shown
     assert "the comparison is not complete: replies so far: old 6, new 2" in shown
-    assert f"interrupted: the same command with --out {out} goes on from here" in errors
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,6 @@ ABOUT_ONE_MODALITY = {
     "store/media_leases.py": "images, whose header has their size",
     "testing/fake_processor.py": "the fake processor's images",
     "testing/simulated/sequence.py": "the simulated engine's images",
-    "vllm_bridge/learned/embeds.py": "embeddings of images",
     "vllm_bridge/learned/sized_headers.py": "the budget of images",
     "vllm_bridge/learned/model_profile.py": "media without pixels, images as tensors",
     "vllm_bridge/items/mistral_chat.py": "the media of Mistral's tokenizer",

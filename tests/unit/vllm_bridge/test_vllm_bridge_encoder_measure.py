@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalFieldElem, MultiModalKwargsItem, PlaceholderRange
 
-from medialane.vllm_bridge.engine.engine_embeddings import measure
+from medialane.vllm_bridge.engine.engine_core import measure
 from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder
 
 PLACE = PlaceholderRange(offset=1, length=3)

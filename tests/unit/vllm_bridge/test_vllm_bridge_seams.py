@@ -92,6 +92,20 @@ def test_row_of_the_table_is_read_with_all_its_parts():
     )
 
 
+def test_row_of_the_table_may_go_on_in_the_class_or_module_of_the_one_before():
+    found = _seams("""
+        read library.engine:Engine.add
+        override .run(self) in Engine.add
+        read :helper
+    """)
+    assert [one.where for one in found] == [
+        "library.engine:Engine.add",
+        "library.engine:Engine.run",
+        "library.engine:helper",
+    ]
+    assert found[1].called_in == "library.engine:Engine.add"
+
+
 def test_malformed_row_of_the_table_is_an_error():
     with pytest.raises(ValueError, match=r"library:Engine\.add"):
         _seams("""

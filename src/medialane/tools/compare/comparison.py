@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
+from medialane.runtime.private_files import private
 from medialane.runtime.resources import used_cpu_s
 from medialane.tools.check.servers import CheckProgress, Launch, Start, medialane_process, plain_process
-from medialane.tools.compare.client import CompareClient
-from medialane.tools.compare.journal import Journal, Turn
-from medialane.tools.compare.reply import Reply
-from medialane.tools.compare.report import COUNTERS
+from medialane.tools.compare.client import CompareClient, Reply
 from medialane.tools.compare.traffic import Traffic, UnusableLine
 from medialane.types.errors import StartupFailed
 
@@ -53,13 +52,13 @@ class Replay:
     pace: Pace
     replied: Callable[[Reply], None]
 
-    async def run(self, numbers: Sequence[int]) -> None:
-        """Send the requests of these numbers. Cancelling it ends all requests. Raises what `replied` raises."""
-        began, pending = time.perf_counter(), iter(numbers)
+    async def run(self) -> None:
+        """Send all requests. Cancelling it ends them. Raises what `replied` raises."""
+        began, pending = time.perf_counter(), iter(range(len(self.traffic.requests)))
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.pace.concurrency is None:
-                    await self._at_their_times(numbers, began, tasks)
+                    await self._at_their_times(began, tasks)
                 for _ in range(self.pace.concurrency or 0):
                     tasks.create_task(self._one_after_the_other(pending, began))
         except ExceptionGroup as group:
@@ -69,12 +68,11 @@ class Replay:
         for number in pending:
             self.replied(await self._sent(await self._made(number), number, began))
 
-    async def _at_their_times(self, numbers: Sequence[int], began: float, tasks: asyncio.TaskGroup) -> None:
-        times = [self.traffic.requests[number].at_s or 0.0 for number in numbers]
+    async def _at_their_times(self, began: float, tasks: asyncio.TaskGroup) -> None:
         free = asyncio.Semaphore(MAX_IN_FLIGHT)
-        for number, at_s in zip(numbers, times, strict=True):
+        for number, request in enumerate(self.traffic.requests):
             made = await self._made(number)
-            due = began + (at_s - times[0]) / self.pace.speed
+            due = began + (request.at_s or 0.0) / self.pace.speed
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await free.acquire()
             sending = tasks.create_task(self._send(made, number, began, due=due))
@@ -139,9 +137,22 @@ def sides_of(against: Sequence[str], launch: Launch, progress: CheckProgress) ->
     raise StartupFailed("--against: at most two servers are compared")
 
 
+@dataclass
+class Turn:
+    """What a side has made of the traffic, once. `is_whole` unless it was interrupted. `cpu_s` is the time of all
+    processes of the server, None if it runs elsewhere; `counters` is by how much metrics of it have grown."""
+
+    replies: list[Reply] = field(default_factory=list)
+    is_whole: bool = False
+    wall_s: float = 0.0
+    cpu_s: float | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrafficComparison:
-    """What is compared, and how. `metrics_key` opens the metrics of medialane."""
+    """What is compared, and how. `metrics_key` opens the metrics of medialane. `turns` are those that have begun, in
+    order, of each side."""
 
     traffic: Traffic
     sides: tuple[Side, Side]
@@ -151,23 +162,21 @@ class TrafficComparison:
     api_key: str = ""
     metrics_key: str = ""
     timeout_s: float = 600.0
+    turns: tuple[list[Turn], list[Turn]] = field(default_factory=lambda: ([], []))
 
-    async def run(self, journal: Journal, progress: CheckProgress) -> None:
-        """Run the turns that the journal does not have whole. Cancelling it keeps the replies so far. Raises
-        StartupFailed."""
+    async def run(self, folder: Path, progress: CheckProgress) -> None:
+        """Run all turns; each has its replies in a file of the folder, as they come. Cancelling it keeps the turns so
+        far. Raises StartupFailed."""
+        _make(folder)
         await self._prepare(progress)
         for number in range(1, self.rounds + 1):
             for place, side in enumerate(self.sides):
-                turn = journal.turn(place, side.name, number)
-                if turn.facts.is_whole:
-                    progress.note(f"{side.name}, round {number}: there are all replies")
-                    continue
-                async with (
-                    side.run(number + turn.facts.num_parts) as server,
-                    self._measured(place, server, turn, journal) as client,
-                ):
-                    with journal.writer(place, number) as write:
-                        await self._turn(turn, client, write, progress)
+                turn = Turn()
+                with written(folder, f"turn-{number}-{place}.jsonl") as write:
+                    replied = self._replied(turn, write, progress, f"{side.name}, round {number}")
+                    async with side.run(number) as server, self._measured(server, turn) as client:
+                        self.turns[place].append(turn)
+                        await Replay(self.traffic, client, self.pace, replied).run()
 
     async def _prepare(self, progress: CheckProgress) -> None:
         """Make every request once: its media are kept then."""
@@ -176,54 +185,63 @@ class TrafficComparison:
             with suppress(UnusableLine):  # it is reported in each turn
                 await asyncio.to_thread(request.make)
 
-    def turns(self, journal: Journal) -> list[list[Turn]]:
-        """Return what the journal has, by side."""
-        return [
-            [
-                turn
-                for number in range(1, self.rounds + 1)
-                if (turn := journal.turn(place, side.name, number)).replies or turn.facts.num_parts
-            ]
-            for place, side in enumerate(self.sides)
-        ]
-
-    async def _turn(
-        self, turn: Turn, client: CompareClient, write: Callable[[Reply], None], progress: CheckProgress
-    ) -> None:
-        """Send what has no reply yet."""
-        done = {reply.number for reply in turn.replies}
-
+    def _replied(
+        self, turn: Turn, write: Callable[[bytes], None], progress: CheckProgress, name: str
+    ) -> Callable[[Reply], None]:
         def replied(reply: Reply) -> None:
-            write(reply)
-            done.add(reply.number)
-            progress.case(len(done), len(self.traffic.requests), f"{turn.facts.side}, round {turn.facts.round}")
+            write(msgspec.json.encode(reply))
+            turn.replies.append(reply)
+            progress.case(len(turn.replies), len(self.traffic.requests), name)
 
-        numbers = [n for n in range(len(self.traffic.requests)) if n not in done]
-        await Replay(self.traffic, client, self.pace, replied).run(numbers)
+        return replied
 
     @asynccontextmanager
-    async def _measured(
-        self, place: int, server: RunningServer, turn: Turn, journal: Journal
-    ) -> AsyncIterator[CompareClient]:
-        """Yield a client of a server that is idle; write the facts of the block, however it ends."""
+    async def _measured(self, server: RunningServer, turn: Turn) -> AsyncIterator[CompareClient]:
+        """Yield a client of a server that is idle; measure the block for the turn, however it ends."""
         async with CompareClient.opened(
             server.base_url, api_key=self.api_key, as_sent=self.as_sent, timeout_s=self.timeout_s
         ) as client:
             await client.warm_up()
             if server.process_id is not None:
                 await asyncio.sleep(_SETTLE_S)
-            counters = await client.counters(COUNTERS, self.metrics_key)
+            counters = await client.counters(self.metrics_key)
             cpu_s, began = await _cpu(server), time.perf_counter()
-            is_whole = False
             try:
                 yield client
-                is_whole = True
+                turn.is_whole = True
             finally:
-                wall_s = time.perf_counter() - began
-                used = None if cpu_s is None or (now := await _cpu(server)) is None else now - cpu_s
-                after = await client.counters(COUNTERS, self.metrics_key)
-                grown = {key: value - counters.get(key, 0.0) for key, value in after.items()}
-                journal.end(place, turn.facts.plus(wall_s, used, grown, is_whole=is_whole))
+                turn.wall_s = time.perf_counter() - began
+                turn.cpu_s = None if cpu_s is None or (now := await _cpu(server)) is None else now - cpu_s
+                after = await client.counters(self.metrics_key)
+                turn.counters = {key: value - counters.get(key, 0.0) for key, value in after.items()}
+
+
+def _make(folder: Path) -> None:
+    with _writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextmanager
+def written(folder: Path, name: str) -> Iterator[Callable[[bytes], None]]:
+    """Yield a function that writes a line to a new file of the folder. All of them raise StartupFailed."""
+    with _writing(folder):
+        file = open(folder / name, "wb", buffering=0, opener=private)  # noqa: SIM115 - closed below
+
+    def write(line: bytes) -> None:
+        with _writing(folder):
+            file.write(line + b"\n")
+
+    with file:
+        yield write
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise StartupFailed, with the folder's name, if the block cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise StartupFailed(f"--out {folder}: {error.strerror}") from error
 
 
 @asynccontextmanager

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -19,18 +19,9 @@ from rich.table import Table
 from medialane import __version__
 from medialane.runtime.host import percentile, versions
 from medialane.tools.check.results import compare
-from medialane.tools.compare.journal import Manifest, Turn
-from medialane.tools.compare.reply import Reply, Served
+from medialane.tools.compare.client import Reply, Served
+from medialane.tools.compare.comparison import TrafficComparison, Turn
 from medialane.tools.compare.traffic import Traffic
-
-#: vLLM's metrics, which medialane's gateway has as well, by our names for them.
-COUNTERS: Final = {
-    "vllm:prefix_cache_queries_total": "prefix_queries",
-    "vllm:prefix_cache_hits_total": "prefix_hits",
-    "vllm:mm_cache_queries_total": "mm_queries",
-    "vllm:mm_cache_hits_total": "mm_hits",
-    "vllm:num_preemptions_total": "preemptions",
-}
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -73,7 +64,6 @@ class SideSummary(msgspec.Struct, frozen=True):
     num_succeeded: int
     errors: dict[str, int]
     wall_s: float
-    num_parts: int
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens: int
@@ -98,12 +88,12 @@ class SideSummary(msgspec.Struct, frozen=True):
 def summarize(name: str, turns: Sequence[Turn], slo: Slo) -> SideSummary:
     replies = [reply for turn in turns for reply in turn.replies]
     good = [reply for reply in replies if reply.succeeded]
-    wall_s = sum(turn.facts.wall_s for turn in turns)
-    cpus = [turn.facts.cpu_s for turn in turns]
+    wall_s = sum(turn.wall_s for turn in turns)
+    cpus = [turn.cpu_s for turn in turns]
     known_cpu = [cpu for cpu in cpus if cpu is not None]
     counters: Counter[str] = Counter()
     for turn in turns:
-        counters.update(turn.facts.counters)
+        counters.update(turn.counters)
     served = [reply.served for reply in good if reply.served is not None]
     with_media = [each for each in served if each.caches]
     num_kept = sum(map(slo.is_kept, replies))
@@ -113,7 +103,6 @@ def summarize(name: str, turns: Sequence[Turn], slo: Slo) -> SideSummary:
         num_succeeded=len(good),
         errors=dict(Counter(_reason(reply) for reply in replies if not reply.succeeded).most_common(10)),
         wall_s=wall_s,
-        num_parts=max((turn.facts.num_parts for turn in turns), default=0),
         requests_per_s=_rate(len(good), wall_s),
         output_tokens_per_s=_rate(sum(reply.num_tokens for reply in good), wall_s),
         prompt_tokens=sum(reply.prompt_tokens for reply in good),
@@ -249,12 +238,6 @@ def _said(reply: Reply) -> str:
     return f"{reply.status}: {reply.error}" if reply.status else reply.error
 
 
-_Sense = Literal["lower", "higher", "none"]
-_Verdict = Literal["better", "worse", "same"]
-
-#: Nearer to one another, two figures of one run are the same.
-_SAME = 0.03
-_COLOURS: dict[_Verdict, str] = {"better": "green", "worse": "red", "same": "default"}
 _MAX_PARTINGS = 5
 #: Shorter steps are not shown.
 _LEAST_MS = 0.01
@@ -265,11 +248,10 @@ def show(report: CompareReport, console: Console) -> None:
     table = Table("", escape(report.baseline.name), escape(report.other.name), "ratio")
     for column in table.columns[1:]:
         column.justify = "right"
-    for each in _figures(report):
-        if each.baseline is None and each.other is None:
-            continue
-        coloured = f"[{_COLOURS[each.verdict]}]{each.ratio_text}[/]" if each.ratio_text else ""
-        table.add_row(each.name, each.text(each.baseline), each.text(each.other), coloured)
+    for name, baseline, other, text in _figures(report.baseline, report.other):
+        if baseline is not None or other is not None:
+            ratio = f"{other / baseline:.2f}x" if baseline and other is not None else ""
+            table.add_row(name, *("-" if value is None else text(value) for value in (baseline, other)), ratio)
     console.print(table)
     for line in _lines(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -316,37 +298,32 @@ class _Figure(NamedTuple):
     name: str
     baseline: float | None
     other: float | None
-    unit: str = ""
-    sense: _Sense = "lower"
+    text: Callable[[float], str]
 
-    @property
-    def ratio(self) -> float | None:
-        """Of the other to the baseline."""
-        return self.other / self.baseline if self.baseline and self.other is not None else None
 
-    @property
-    def ratio_text(self) -> str:
-        """Empty if it says nothing."""
-        return "" if self.ratio is None or self.sense == "none" else f"{self.ratio:.2f}x"
+def _figures(a: SideSummary, b: SideSummary) -> Iterator[_Figure]:
+    yield _Figure("requests answered", a.num_succeeded, b.num_succeeded, _number)
+    yield _Figure("requests/s", a.requests_per_s, b.requests_per_s, _number)
+    yield _Figure("output tokens/s", a.output_tokens_per_s, b.output_tokens_per_s, _number)
+    yield _Figure("goodput, requests/s", a.goodput_per_s, b.goodput_per_s, _number)
+    yield _Figure("within the SLO", a.slo_share, b.slo_share, _percent)
+    for name, member in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("whole answer", "seconds")):
+        for share in ("p50", "p90", "p99"):
+            yield _Figure(f"{name} {share}", _of(a, member, share), _of(b, member, share), _seconds)
+    yield _Figure("CPU time per request", a.cpu_s_per_request, b.cpu_s_per_request, _seconds)
+    yield _Figure("bytes copied per request with media", a.copied_bytes, b.copied_bytes, _num_bytes)
+    yield _Figure("prompt tokens found in the KV cache", a.prefix_share, b.prefix_share, _percent)
+    yield _Figure("items found processed (vLLM's cache)", a.mm_share, b.mm_share, _percent)
+    yield _Figure("items found processed (arena)", _hits(a), _hits(b), _percent)
+    yield _Figure("preemptions", a.preemptions, b.preemptions, _number)
 
-    @property
-    def verdict(self) -> _Verdict:
-        """Of the other one."""
-        if self.ratio is None or self.sense == "none" or abs(self.ratio - 1) < _SAME:
-            return "same"
-        return "better" if (self.ratio < 1) == (self.sense == "lower") else "worse"
 
-    def text(self, value: float | None) -> str:
-        if value is None:
-            return "-"
-        match self.unit:
-            case "s":
-                return _seconds(value)
-            case "%":
-                return f"{value * 100:.0f} %" if value in (0, 1) else f"{value * 100:.1f} %"
-            case "bytes":
-                return _num_bytes(value)
-        return f"{value:,.0f}" if value == int(value) or value >= 1000 else f"{value:.3g}"
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or value >= 1000 else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.0f} %" if value in (0, 1) else f"{value * 100:.1f} %"
 
 
 def _seconds(value: float) -> str:
@@ -359,29 +336,6 @@ def _num_bytes(value: float) -> str:
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} GB"
-
-
-def _figures(report: CompareReport) -> Iterator[_Figure]:
-    a, b = report.baseline, report.other
-    yield _Figure("requests answered", a.num_succeeded, b.num_succeeded, sense="none")
-    yield _Figure("requests/s", a.requests_per_s, b.requests_per_s, sense=_if_free(report))
-    yield _Figure("output tokens/s", a.output_tokens_per_s, b.output_tokens_per_s, sense=_if_free(report))
-    yield _Figure("goodput, requests/s", a.goodput_per_s, b.goodput_per_s, sense="higher")
-    yield _Figure("within the SLO", a.slo_share, b.slo_share, "%", "higher")
-    for name, member in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("whole answer", "seconds")):
-        for share in ("p50", "p90", "p99"):
-            yield _Figure(f"{name} {share}", _of(a, member, share), _of(b, member, share), "s")
-    yield _Figure("CPU time per request", a.cpu_s_per_request, b.cpu_s_per_request, "s")
-    yield _Figure("bytes copied per request with media", a.copied_bytes, b.copied_bytes, "bytes")
-    yield _Figure("prompt tokens found in the KV cache", a.prefix_share, b.prefix_share, "%", "higher")
-    yield _Figure("items found processed (vLLM's cache)", a.mm_share, b.mm_share, "%", "none")
-    yield _Figure("items found processed (arena)", _hits(a), _hits(b), "%", "none")
-    yield _Figure("preemptions", a.preemptions, b.preemptions, sense="none")
-
-
-def _if_free(report: CompareReport) -> _Sense:
-    """At the times of the traffic, both servers do what is asked of them."""
-    return "higher" if report.pace.endswith("at a time") else "none"
 
 
 def _of(side: SideSummary, member: str, share: str) -> float | None:
@@ -430,40 +384,40 @@ class CompareReport(msgspec.Struct, frozen=True):
 
 
 def make_report(
-    manifest: Manifest,
-    traffic: Traffic,
-    turns: Sequence[Sequence[Turn]],
+    comparison: TrafficComparison,
     *,
+    model: str,
+    requests: str,
+    vllm_flags: Sequence[str],
     slo: Slo,
-    rounds: int,
     measured_on: dict[str, object],
 ) -> CompareReport:
-    """`turns` are those of each side, in order, `measured_on` is `machine()` before the first."""
-    sides = tuple(summarize(name, each, slo) for name, each in zip(manifest.sides, turns, strict=True))
-    is_whole = all(turn.facts.is_whole for each in turns for turn in each) and all(
-        len(each) == rounds for each in turns
-    )
-    first, second = (each[0].replies if each else () for each in turns)
+    """`requests` is the name of the file, `measured_on` is `machine()` before the first turn."""
+    traffic, names = comparison.traffic, [side.name for side in comparison.sides]
+    by_name = dict(zip(names, comparison.turns, strict=True))
+    sides = tuple(summarize(name, turns, slo) for name, turns in zip(names, comparison.turns, strict=True))
+    all_turns = [turn for turns in comparison.turns for turn in turns]
+    is_whole = len(all_turns) == 2 * comparison.rounds and all(turn.is_whole for turn in all_turns)
+    first, second = (turns[0].replies if turns else () for turns in comparison.turns)
     agreed = agreement(traffic, first, second)
-    itself = {
-        name: agreement(traffic, each[0].replies, each[1].replies)
-        for name, each in zip(manifest.sides, turns, strict=True)
-        if len(each) > 1
-    }
     return CompareReport(
-        model=manifest.model,
-        requests=manifest.requests,
+        model=model,
+        requests=requests,
         format=traffic.format,
         num_requests=len(traffic.requests),
-        pace=manifest.pace,
-        rounds=rounds,
+        pace=str(comparison.pace),
+        rounds=comparison.rounds,
         is_whole=is_whole,
         slo=slo,
         sides=sides,
         agreement=agreed,
-        itself=itself,
-        notes=(*traffic.notes, *_notes(sides, agreed, is_whole=is_whole, as_sent=manifest.as_sent)),
-        vllm_flags=manifest.vllm_flags,
+        itself={
+            name: agreement(traffic, turns[0].replies, turns[1].replies)
+            for name, turns in by_name.items()
+            if len(turns) > 1
+        },
+        notes=(*traffic.notes, *_notes(sides, agreed, is_whole=is_whole, as_sent=comparison.as_sent)),
+        vllm_flags=tuple(vllm_flags),
         machine=measured_on,
         versions=versions(),
         medialane=__version__,
@@ -480,8 +434,6 @@ def _notes(sides: Sequence[SideSummary], agreed: Agreement, *, is_whole: bool, a
         counts = ", ".join(f"{side.name} {side.num_requests}" for side in sides)
         yield f"the comparison is not complete: replies so far: {counts}"
     for side in sides:
-        if side.num_parts > 1:
-            yield f"{side.name}: interrupted, and continued with caches that were empty again"
         if side.late_s > _LATE_S:
             yield f"{side.name}: the client sent requests up to {side.late_s:.2f} s late (p99): it, too, was busy"
     if 0 < agreed.num_compared < _FEW:

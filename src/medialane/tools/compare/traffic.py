@@ -22,7 +22,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
-from blake3 import blake3
 from pybase64 import b64encode
 
 from medialane.gateway import RECORDING_FORMAT, MediaStandIn, parse_stand_in, with_media
@@ -56,12 +55,10 @@ class TrafficRequest:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The requests of a file in the order of their times; `notes` say what of them is made up or left out. `digest` is
-    that of the file."""
+    """The requests of a file in the order of their times; `notes` say what of them is made up or left out."""
 
     format: str
     requests: tuple[TrafficRequest, ...]
-    digest: str
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,7 +94,6 @@ def read_traffic(path: Path, *, media: Path, limit: int | None = None) -> Traffi
     Raises StartupFailed if it is no such file."""
     try:
         found, bad = _read(path, StandIns(media), limit)
-        digest = blake3().update_mmap(path).hexdigest(length=16)
     except OSError as error:
         raise StartupFailed(f"--requests {path}: {error.strerror}") from error
     if not found:
@@ -113,7 +109,7 @@ def read_traffic(path: Path, *, media: Path, limit: int | None = None) -> Traffi
     notes += [f"left out: {each}" for each in bad[:_MOST_BAD_LINES]]
     if len(bad) > _MOST_BAD_LINES:
         notes.append(f"left out: {len(bad) - _MOST_BAD_LINES} more lines")
-    return Traffic("recording" if times else "OpenAI batch", tuple(found), digest, tuple(notes))
+    return Traffic("recording" if times else "OpenAI batch", tuple(found), tuple(notes))
 
 
 def _read(path: Path, stand_ins: StandIns, limit: int | None) -> tuple[list[TrafficRequest], list[str]]:

@@ -2,6 +2,14 @@
 
 Utilities run between two steps, in EngineCore's main thread. If they are missing (VLLM_PLUGINS excludes us, or vLLM has
 changed), calling them fails, and features are sent in the message instead.
+
+Two of them try the model's encoder with one small item of each modality at start, in each process that runs the model,
+since its family does not say what it supports. *Kept embeddings* (`measure`): the output must have one row per token of
+the item's placeholder that needs an embedding, and a prompt must have the same rotary positions if the item has only
+its small fields, which are all that an engine gets of an item whose embedding is loaded. *Clients' embeddings*
+(`try_embeds`): Gemma-3's parser asserts that there are none, Pixtral-HF's declares the field and its model raises,
+which would end the engine. So the output for an item is given back to the model, in each form that we can check in
+requests: it is accepted if the model returns exactly that.
 """
 
 from __future__ import annotations
@@ -11,16 +19,19 @@ import signal
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from msgspec.structs import astuple
 
 from medialane.runtime.linux import signal_on_parent_death
-from medialane.types.errors import InvalidFeature
+from medialane.types.errors import InvalidEmbeds, InvalidFeature, PreparationFailed
+from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
-from medialane.vllm_bridge.engine.engine_embeddings import measure
+from medialane.vllm_bridge.engine.engine_embeddings import Measured
+from medialane.vllm_bridge.engine.source_prompt import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.learned.embeds import try_embeds
+from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
 from medialane.vllm_bridge.seams import engine_core
-from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank, only_encodes
+from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder, connector_of, on_every_rank, only_encodes
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
 
 T = TypeVar("T")
@@ -78,3 +89,72 @@ def _totals(connector: EmbeddingConnector) -> tuple[tuple[int, ...], float]:
 def _die_with(_engine: Any, pid: int) -> bool:
     """Exit when the front end does. vLLM's own EngineCore survives a SIGKILL of its parent and keeps the device."""
     return os.getppid() == pid and signal_on_parent_death(signal.SIGKILL, parent_pid=pid)
+
+
+def measure(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerEncoder) -> Measured:
+    """Return the measurements of this process, which `worker` is. Never raises: an engine works without kept
+    embeddings, and its card says why it keeps none (whatever the model raised, out of memory included)."""
+    measured: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
+    try:
+        encoder = encoder_of(worker)
+        samples = encoder.sample_inputs()
+    except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
+        measured["faults"]["media"] = _reason(error)
+        return measured
+    for modality, sample in samples.items():
+        try:
+            spec = _measured(encoder, modality, sample)
+        except Exception as error:  # noqa: BLE001 - as above
+            measured["faults"][modality] = _reason(error)
+        else:
+            measured["widths"][modality], measured["dtypes"][modality] = spec
+    return measured
+
+
+def _measured(encoder: WorkerEncoder, modality: str, sample: Any) -> tuple[int, str]:
+    """Return width and dtype. Raises PreparationFailed, or whatever the model raises."""
+    (item,), (place,) = sample["mm_kwargs"][modality], sample["mm_placeholders"][modality]
+    small = decode_small_fields(encode_item(item)[0])
+    token_ids = sample["prompt_token_ids"]
+    whole, reduced = (
+        encoder.mrope_positions(token_ids, modality=modality, item=each, place=place) for each in (item, small)
+    )
+    if whole != reduced:
+        raise PreparationFailed("rotary positions depend on the item's large fields")
+    spec = spec_of(encoder.embeddings_of(modality, item))
+    if len(spec.shape) != 2 or spec.shape[0] != place.get_num_embeds():
+        raise PreparationFailed(f"the encoder's output is {spec.shape} for {place.get_num_embeds()} tokens")
+    return spec.shape[1], spec.dtype
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def try_embeds(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerEncoder) -> AcceptedEmbeds:
+    """Return in which form this process, which `worker` is, accepts embeddings of images. Never raises:
+    an engine works without them."""
+    faults = {}
+    for fields in ([VALUES, GRID], [UNNAMED]):
+        try:
+            return AcceptedEmbeds(fields=fields, width=_tried(encoder_of(worker), fields), fault="")
+        except Exception as error:  # noqa: BLE001 - the model's own code; the reason is logged by the caller
+            faults["object" if GRID in fields else "tensor"] = f"{type(error).__name__}: {error}"[:200]
+    fault = "; ".join(f"as one {form}: {why}" for form, why in faults.items())
+    return AcceptedEmbeds(fields=[], width=0, fault=fault)
+
+
+def _tried(encoder: WorkerEncoder, fields: list[str]) -> int:
+    """Return the width of embeddings. Raises InvalidEmbeds, or whatever the model raises."""
+    sample = encoder.sample_inputs()[MODALITY]
+    (item,), (place,) = sample["mm_kwargs"][MODALITY], sample["mm_placeholders"][MODALITY]
+    values = encoder.embeddings_of(MODALITY, item).cpu()
+    given: Any = {VALUES: values, GRID: item[GRID].data} if GRID in fields else values
+    rendered = encoder.sample_of_embeds(MODALITY, given)
+    (item,), (place,) = rendered["mm_kwargs"][MODALITY], rendered["mm_placeholders"][MODALITY]
+    if tuple(item[VALUES].data.shape) != (place.get_num_embeds(), values.shape[-1]):
+        raise InvalidEmbeds(f"the placeholder has {place.get_num_embeds()} tokens for {len(values)} embeddings")
+    encoder.mrope_positions(rendered["prompt_token_ids"], modality=MODALITY, item=item, place=place)
+    if not torch.equal(encoder.embeddings_of(MODALITY, item).cpu(), values):
+        raise InvalidEmbeds("the model changes them")
+    return int(values.shape[-1])

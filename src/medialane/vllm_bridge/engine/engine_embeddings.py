@@ -5,10 +5,7 @@ digests use each other's embeddings. So the digest includes the weights: the com
 the files in a folder, which are the same on each host. Reading whole files would take minutes. The samples include
 every tensor: training changes a tensor everywhere, but perhaps only a small one (a projector).
 
-A model's encoder is measured with one small item of each modality, in each process that runs the model. It is a check
-at start, instead of a list of models: the encoder's output must have one row per token of the item's placeholder that
-needs an embedding, and a prompt must have the same rotary positions if the item has only its small fields, which are
-all that an engine gets of an item whose embedding is loaded.
+What else is on the card, and whether embeddings can be kept, is measured where the model runs (`engine_core`).
 """
 
 from __future__ import annotations
@@ -30,14 +27,12 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
-from medialane.types.errors import GenerationFailed, PreparationFailed
+from medialane.types.errors import GenerationFailed
 from medialane.types.hashing import content_hash, digest
 from medialane.types.request import EmbeddingCounts, EncoderCard, WorkerRole
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
-from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
-from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds
+from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds
 from medialane.vllm_bridge.learned.settings import describe
-from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -152,46 +147,6 @@ class Measured(TypedDict):
     widths: dict[str, int]
     dtypes: dict[str, str]
     faults: dict[str, str]
-
-
-def measure(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerEncoder) -> Measured:
-    """Return the measurements of this process, which `worker` is. Never raises: an engine works without kept
-    embeddings, and its card says why it keeps none (whatever the model raised, out of memory included)."""
-    measured: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
-    try:
-        encoder = encoder_of(worker)
-        samples = encoder.sample_inputs()
-    except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
-        measured["faults"]["media"] = _reason(error)
-        return measured
-    for modality, sample in samples.items():
-        try:
-            spec = _measured(encoder, modality, sample)
-        except Exception as error:  # noqa: BLE001 - as above
-            measured["faults"][modality] = _reason(error)
-        else:
-            measured["widths"][modality], measured["dtypes"][modality] = spec
-    return measured
-
-
-def _measured(encoder: WorkerEncoder, modality: str, sample: Any) -> tuple[int, str]:
-    """Return width and dtype. Raises PreparationFailed, or whatever the model raises."""
-    (item,), (place,) = sample["mm_kwargs"][modality], sample["mm_placeholders"][modality]
-    small = decode_small_fields(encode_item(item)[0])
-    token_ids = sample["prompt_token_ids"]
-    whole, reduced = (
-        encoder.mrope_positions(token_ids, modality=modality, item=each, place=place) for each in (item, small)
-    )
-    if whole != reduced:
-        raise PreparationFailed("rotary positions depend on the item's large fields")
-    spec = spec_of(encoder.embeddings_of(modality, item))
-    if len(spec.shape) != 2 or spec.shape[0] != place.get_num_embeds():
-        raise PreparationFailed(f"the encoder's output is {spec.shape} for {place.get_num_embeds()} tokens")
-    return spec.shape[1], spec.dtype
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
 
 
 #: Suffixes of files with weights.

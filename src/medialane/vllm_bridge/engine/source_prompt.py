@@ -3,6 +3,12 @@
 In stage `decoded` an item arrives as pixels, frames or samples, which are passed to the renderer in the form of vLLM's
 own loaders; in stage `url` it arrives as encoded bytes, which those loaders decode here. Embeddings also arrive in
 stage `url`; they replace both media and processor.
+
+*Embeddings sent by clients* (`image_embeds`) are typed (`types.tensor`): vLLM's own loader, which unpickles, is not
+used. vLLM then trusts shapes: a grid determines the number of placeholder tokens, and embeddings whose rows do not
+match it crash EngineCore with all its requests. So embeddings are checked twice: each item before vLLM gets it, and the
+renderer's result against the placeholders. In which form a model accepts them, if in any, is found by a trial at start
+(`engine_core.try_embeds`), not by its family.
 """
 
 from __future__ import annotations
@@ -11,14 +17,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from math import prod
+from typing import Any, TypedDict
 
 import torch
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
-from vllm.multimodal.media.video import VideoMediaIO
 from vllm.renderers import BaseRenderer
 
 from medialane.types.errors import (
@@ -34,15 +40,15 @@ from medialane.types.feature import MediaPayload
 from medialane.types.media import DECODED, MODALITIES, Decoded, MediaSize, Modality
 from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.types.stage import StageName
-from medialane.types.tensor import EMBEDS_TYPE, decode_embeds
+from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, Embeds, decode_embeds
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
+from medialane.vllm_bridge.items.features import tensor_over
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, decode_options
 from medialane.vllm_bridge.items.options import model_io
-from medialane.vllm_bridge.items.preparation import engine_media
+from medialane.vllm_bridge.items.preparation import engine_media, video_io
 from medialane.vllm_bridge.items.prepared_input import decoder_input
-from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds, EmbedsReader
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
-from medialane.vllm_bridge.seams.multimodal import processes_items_apart, processor_of, video_backend
+from medialane.vllm_bridge.seams.multimodal import embeds_data, processes_items_apart, processor_of, video_backend
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,24 @@ _LOADERS: dict[Modality, Callable[..., Any]] = {
     "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
     "audio": AudioMediaIO,
 }
+
+
+#: Names of an object's members: the embeddings of an image, and its grid of patches.
+VALUES, GRID = "image_embeds", "image_grid_thw"
+
+MODALITY = "image"
+
+
+class AcceptedEmbeds(TypedDict):
+    """Sent as msgpack. `fields` are those of an item (`UNNAMED`: one tensor with one row per placeholder token); none
+    if embeddings are not accepted, and `fault` says why. `width` is that of a row."""
+
+    fields: list[str]
+    width: int
+    fault: str
+
+
+_GRID_NUMBERS = 3
 
 
 class SourceRenderer:
@@ -195,16 +219,14 @@ class SourceRenderer:
     def _loader(self, item: MediaPayload) -> Callable[[bytes], Any]:
         """Return vLLM's own loader, with the options merged by the gateway."""
         options = {**self._model_io.get(item.modality, {}), **decode_options(item.io)}
-        media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)
+        if item.modality == "video":
+            backend, image = video_backend(self._model_config), self._model_io.get("image", {})
+            media_io: Any = video_io(options, backend=backend, image=image)
+        else:
+            media_io = _LOADERS[item.modality](**options)
         if item.media_type == "video/jpeg":
             return lambda data: media_io.load_base64("video/jpeg", _ascii(data))
         return lambda data: media_io.load_bytes(data)
-
-    def _video_loader(self, options: Mapping[str, Any]) -> VideoMediaIO:
-        """Return vLLM's video loader, made as in `MediaConnector.fetch_video`."""
-        name = video_backend(self._model_config)
-        chosen = {"video_backend": name} if name else {}
-        return VideoMediaIO(ImageMediaIO(image_mode="RGB"), **{**chosen, **options})
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -242,3 +264,66 @@ def decoded_over(modality: Modality, size: MediaSize, data: memoryview) -> Decod
         return DECODED[modality].over(data, size)
     except ValueError as error:
         raise InvalidFeature(f"{modality}: {data.nbytes} bytes do not make {size}") from error
+
+
+class EmbedsReader:
+    """Reads and checks embeddings for one model."""
+
+    def __init__(self, profile: ModelProfile, accepted: AcceptedEmbeds | None) -> None:
+        """`accepted` is None if the model has not been tried: it then accepts none."""
+        self._processor = profile.processor
+        self._is_on = bool(self._processor.info.ctx.model_config.multimodal_config.enable_mm_embeds)
+        self._width = 0 if accepted is None else accepted["width"]
+        self._fields = set() if accepted is None else set(accepted["fields"])
+        self._merge = profile.merge_size
+
+    def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
+        """Return one item's tensors, over the received bytes without a copy. Raises InvalidEmbeds."""
+        if not self._is_on:
+            raise InvalidEmbeds(f"this server does not support {modality}_embeds (--enable-mm-embeds)")
+        if modality != MODALITY or not self._fields:
+            raise InvalidEmbeds(f"{modality}_embeds of this model are not supported by this gateway")
+        if embeds.fields.keys() != self._fields:
+            names = " and ".join(sorted(self._fields)) if UNNAMED not in self._fields else "one tensor without a name"
+            raise InvalidEmbeds(f"{modality}_embeds of this model must be {names}")
+        tensors = {name: tensor_over(sent.spec, memoryview(sent.data)) for name, sent in embeds.fields.items()}
+        if UNNAMED in tensors:
+            return {UNNAMED: self._rows(tensors[UNNAMED])}
+        rows = self._rows(tensors[VALUES])
+        return {VALUES: rows, GRID: self._grid(tensors[GRID], num_rows=len(rows))}
+
+    def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+        """Return all items of one modality as vLLM's renderer expects them."""
+        given = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
+        return embeds_data(modality, given, self._processor)
+
+    def check(self, modality: Modality, engine_input: Mapping[str, Any], num_items: int) -> None:
+        """Raise InvalidEmbeds unless each item has one embedding per token of its placeholder that needs one."""
+        items, places = engine_input["mm_kwargs"][modality], engine_input["mm_placeholders"][modality]
+        if not len(items) == len(places) == num_items:
+            raise InvalidEmbeds(f"{len(items)} items and {len(places)} placeholders of {num_items} embeddings")
+        for item, place in zip(items, places, strict=True):
+            expected = (place.get_num_embeds(), self._width)
+            values = item[VALUES].data if VALUES in item else None
+            if not isinstance(values, torch.Tensor) or tuple(values.shape) != expected:
+                raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {expected} of their placeholder")
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings as (tokens, hidden size). Also accepts a batch of one, like vLLM."""
+        if not values.is_floating_point():
+            raise InvalidEmbeds("embeddings must be floating-point numbers")
+        shape = tuple(values.shape)
+        if shape[-1:] != (self._width,) or len(shape) not in (2, 3) or shape[:-2] not in ((), (1,)):
+            raise InvalidEmbeds(f"embeddings must have the shape (tokens, {self._width})")
+        return values.view(shape[-2:])
+
+    def _grid(self, grid: torch.Tensor, *, num_rows: int) -> torch.Tensor:
+        """Return (frames, rows, columns) of patches as a vector, for any input shape."""
+        if grid.dtype != torch.int64 or grid.numel() != _GRID_NUMBERS:
+            raise InvalidEmbeds(f"{GRID} must be three integers (int64)")
+        numbers = grid.view(-1).tolist()
+        if min(numbers) < 1 or any(n % self._merge for n in numbers[1:]):
+            raise InvalidEmbeds(f"{GRID} must be positive, rows and columns multiples of {self._merge}")
+        if prod(numbers) != num_rows * self._merge**2:
+            raise InvalidEmbeds(f"{GRID} does not match the number of embeddings")
+        return grid.view(-1)

@@ -1,15 +1,21 @@
-"""vLLM's own OpenAI app over our engine client.
+"""vLLM's own OpenAI app over our engine client: what it is built from, and its routes.
 
-Its routes: which one serves a request, who may ask for it, and which are not supported.
+Theory of operation. What a front end has before it has keys, connections and an event loop follows from model and
+flags: configuration, tokenizer, processor and what is found out about it, vLLM's routes with their schemas. A process
+that gateways are forked from builds it for them (`build_frontend`), and `take_frontend` hands it over, once, since the
+app that is made from it changes renderer and routes. A gateway that is started from scratch builds it when it takes it.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -18,27 +24,42 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 from vllm import envs
-from vllm.config import VllmConfig
-from vllm.renderers import BaseRenderer
+from vllm.config import ModelConfig, VllmConfig
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers import BaseRenderer, renderer_from_config
+from vllm.tool_parsers import ToolParserManager
 
-from medialane.prepare.processor import Assembler
+from medialane.observability.logging import unchanged_levels
+from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
 from medialane.runtime.tasks import LoopFairness
-from medialane.types.errors import MedialaneError
+from medialane.types.errors import InvalidFeature, MedialaneError, PromptRejected, StartupFailed
+from medialane.types.feature import Feature, PlaceholderRange
 from medialane.types.hashing import digest
-from medialane.types.media import MODALITIES
-from medialane.vllm_bridge.frontend import client_features, pooling_endpoints, prebuilt, render, renderer_hook
+from medialane.types.media import MODALITIES, Modality
+from medialane.types.stage import StageName
+from medialane.vllm_bridge.engine.plugin import show_vllm_lines
+from medialane.vllm_bridge.frontend import client_features, pooling_endpoints, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.frontend.http_server import check_http
 from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
-from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
+from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, normalization_of
+from medialane.vllm_bridge.learned.processor_factory import one_thread
+from medialane.vllm_bridge.learned.settings import processor_settings
 from medialane.vllm_bridge.seams.api_server import (
     AuthenticationMiddleware,
+    build_app,
     count_media_tokens_by,
+    failing_fast,
     init_app_state,
+    middleware_stack_not_built,
     unload_adapters_by,
+    validate_api_server_args,
     validate_in_thread,
 )
+from medialane.vllm_bridge.seams.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.seams.multimodal import processor_of, without_media_warm_up
 from medialane.vllm_bridge.seams.vision_chunk import takes_chunks
 
 #: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
@@ -137,25 +158,40 @@ Probe = Callable[[], tuple[int, bytes]]
 
 
 class Frontend:
-    """vLLM's objects in the gateway process: configuration, renderer, and the app built from them."""
+    """vLLM's objects in the gateway process: configuration, renderer, and the app built from them. Made by
+    `build_frontend`."""
 
-    def __init__(self, model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> None:
-        """Take what was built for this model and these flags before this process was forked. Otherwise it is built:
-        that blocks for seconds, so call it before serving. `api_keys` are those of `--api-key`, which is not among the
-        flags.
-
-        Raises StartupFailed.
-        """
-        parts = prebuilt.take(model, vllm_args)
-        self.args: Namespace = parts.args
-        self.args.api_key = list(api_keys) or self.args.api_key
-        self.config: VllmConfig = parts.config
-        self.renderer: BaseRenderer = parts.renderer
+    def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
+        """Load configuration and processors, no weights, and build the app's routes: that blocks for seconds. Raises
+        StartupFailed."""
+        self.args: Namespace = parse_vllm_args(model, vllm_args)
+        check_http(self.args)
+        _import_plugins(self.args)
+        # It logs a line for each reasoning item of a request, on the event loop: 35 ms for 1500 of them.
+        logging.getLogger("vllm.entrypoints.openai.responses.utils").setLevel(logging.ERROR)
+        try:
+            self.config: VllmConfig = create_frontend_config(self.args)
+            self.renderer: BaseRenderer = renderer_from_config(self.config)
+        except (OSError, ValueError) as error:
+            raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
+        without_media_warm_up(self.renderer)
+        model_config = self.config.model_config
         #: None for a text-only model.
-        self.profile: ModelProfile | None = parts.profile
-        self.processor_settings: dict[str, str] = parts.processor_settings
-        self.assembler: Assembler = parts.assembler
-        self._tasks, self._routes = parts.tasks, parts.routes
+        self.profile: ModelProfile | None = None
+        if model_config.supports_multimodal_inputs:  # not with --language-model-only
+            self.profile = ModelProfile(processor_of(self.renderer))
+            expand_marks(self.profile.processor)
+        self.processor_settings = processor_settings(model_config, self.profile)
+        self.assembler = _assembler(model_config, self.profile)
+        #: Without middleware stack and state. None for a model that is served for pooling: its tasks are those that its
+        #: workers report.
+        self.routes: FastAPI | None = None
+        self._tasks: tuple[str, ...] = ()
+        if self.is_pooling:
+            pooling_endpoints.check_supported(self.config)
+        else:
+            self._tasks = _supported_tasks(model_config)
+            self.routes = self._routes_of(self._tasks)
 
     @property
     def model_name(self) -> str:
@@ -259,12 +295,95 @@ class Frontend:
 
     def _app(self, tasks: tuple[str, ...] | None) -> tuple[tuple[str, ...], Any]:
         """Return the tasks, and vLLM's app for them."""
-        if self._routes is not None and self._tasks is not None and tasks in (None, self._tasks):
-            return self._tasks, self._routes
         tasks = tasks or self._tasks
-        if tasks is None:
+        if not tasks:
             raise ValueError("the tasks of a model for pooling are those of its workers")
-        return tasks, prebuilt.routes_of(self.args, self.config, tasks)
+        return tasks, self.routes if tasks == self._tasks else self._routes_of(tasks)
+
+    def _routes_of(self, tasks: tuple[str, ...]) -> FastAPI:
+        """Return vLLM's app for these tasks, without middleware stack and state."""
+        render.accept_references()
+        with middleware_stack_not_built(), failing_fast(), unchanged_levels():
+            return build_app(self.args, tasks, self.config.model_config)
+
+
+#: By model and flags.
+_built: dict[tuple[str, tuple[str, ...]], Frontend] = {}
+
+
+def build_frontend(model: str, vllm_args: Sequence[str]) -> None:
+    """Build a front end for the next `take_frontend`. No key of clients is needed, and no thread remains.
+
+    Raises StartupFailed.
+    """
+    show_vllm_lines()
+    with one_thread():
+        _built[model, tuple(vllm_args)] = Frontend(model, vllm_args)
+
+
+def take_frontend(model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> Frontend:
+    """Return what was built for this model and these flags before this process was forked, or build it: call it before
+    serving. The caller owns it. `api_keys` are those of `--api-key`, which is not among the flags. Raises
+    StartupFailed."""
+    key = model, tuple(vllm_args)
+    if key not in _built:
+        build_frontend(model, vllm_args)
+    frontend = _built.pop(key)
+    frontend.args.api_key = list(api_keys) or frontend.args.api_key
+    return frontend
+
+
+def _assembler(config: ModelConfig, profile: ModelProfile | None) -> Assembler:
+    if profile is None or profile.is_unfit:
+        return _NoAssembler({} if profile is None else profile.fallback_stages)
+    return profile.assembler(max_tokens=config.max_model_len)
+
+
+class _NoAssembler:
+    """Used for models of which no items are processed one by one, or without media."""
+
+    accepts_item_options = False
+    max_tokens = sys.maxsize
+    predicted: frozenset[Modality] = frozenset()
+
+    def __init__(self, fallback_stages: Mapping[Modality, StageName]) -> None:
+        self.fallback_stages = fallback_stages
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        raise PromptRejected("this model's prompts are not assembled by the gateway")
+
+    def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        raise InvalidFeature("features of this model are not supported: send its media")
+
+    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        return None
+
+
+def _supported_tasks(config: ModelConfig) -> tuple[str, ...]:
+    """Return the tasks of a model that generates, as an engine would that had loaded it.
+
+    Transcription in real time is not among them: its WebSocket bypasses intake.
+    """
+    if not config.registry.is_transcription_model(config.architectures, config):
+        return ("generate",)
+    if config.registry.is_transcription_only_model(config.architectures, config):
+        return ("transcription",)
+    return ("generate", "transcription")
+
+
+def _import_plugins(args: Namespace) -> None:
+    """Import parser plugins like vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for an
+    unknown parser."""
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    try:
+        validate_api_server_args(args)
+    except KeyError as error:
+        raise StartupFailed(f"vLLM flags after `--`: {error.args[0]}") from error
 
 
 def _add_routes(app: Any, actions: Mapping[str, Action], endpoints: Mapping[str, ASGIApp]) -> None:

@@ -22,6 +22,7 @@ import contextvars
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,13 +120,12 @@ def check_supported(config: VllmConfig) -> None:
 
 def install(state: State, renderer: BaseRenderer, backend: MediaReferences) -> None:
     """Change the endpoints of the app with this state."""
-    executor = rendering_executor(renderer)
     change_pooling(
         state,
         _DeferringRenderer(renderer),
         build=built_in_pieces,
-        respond=lambda postprocess: _Responses(postprocess, backend).build,
-        render=lambda render: _AsyncRendering(executor, render).render,
+        respond=partial(_responding, backend),
+        render=partial(_rendering, rendering_executor(renderer)),
     )
 
 
@@ -156,50 +156,46 @@ class _DeferringRenderer:
         return render
 
 
-class _AsyncRendering:
-    """Replaces `render_async` of one of vLLM's IO processors."""
+def _rendering(executor: Executor, render: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """Return the replacement for `render_async` of one of vLLM's IO processors, whose own method is `render`."""
 
-    def __init__(self, executor: Executor, render: Callable[..., Any]) -> None:
-        self._executor = executor
-        self._render = render
-
-    async def render(self, params: Mapping[str, Any]) -> Any:
+    async def render_async(params: Mapping[str, Any]) -> Any:
         # The thread needs the request's scope, to resolve the media of a query or document.
         in_context = contextvars.copy_context().run
-        loop = asyncio.get_running_loop()
-        rendered = await loop.run_in_executor(self._executor, in_context, self._render, params)
+        rendered = await asyncio.get_running_loop().run_in_executor(executor, in_context, render, params)
         return {**rendered, "prompts": await rendered["prompts"]()}
 
+    return render_async
 
-class _Responses:
-    """Replaces the method of one of vLLM's endpoints that builds responses."""
 
-    def __init__(self, postprocess: Callable[..., Any], backend: MediaReferences) -> None:
-        self._postprocess = postprocess
-        self._backend = backend
+def _responding(backend: MediaReferences, postprocess: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """Return the replacement for the method of one of vLLM's endpoints that builds responses, by `postprocess`."""
 
-    async def build(self, io_processor: PoolingIOProcessor, context: Any) -> Any:
-        in_context = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(
-            _RESPONSES, in_context, self._build, io_processor, context
-        )
-
-    def _build(self, io_processor: PoolingIOProcessor, context: Any) -> Any:
+    def build(io_processor: PoolingIOProcessor, context: Any) -> Any:
         request = context.request
         if isinstance(request, RerankRequest):
             documents = request.documents if isinstance(request.documents, list) else [request.documents]
-            context.request = request.model_copy(update={"documents": list(map(self._original, documents))})
-        return self._postprocess(io_processor, context)
+            original = [_original(document, backend) for document in documents]
+            context.request = request.model_copy(update={"documents": original})
+        return postprocess(io_processor, context)
 
-    def _original(self, document: Any) -> Any:
-        """Return a document with the client's media URLs."""
-        if isinstance(document, str):
-            return document
-        return {**document, "content": [self._original_part(part) for part in document.get("content", ())]}
+    async def respond(io_processor: PoolingIOProcessor, context: Any) -> Any:
+        in_context = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(_RESPONSES, in_context, build, io_processor, context)
 
-    def _original_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        original = dict(part)
-        for name, value in part.items():
-            if isinstance(value, Mapping) and isinstance(url := value.get("url"), str):
-                original[name] = {**value, "url": self._backend.original_url(url)}
-        return original
+    return respond
+
+
+def _original(document: Any, backend: MediaReferences) -> Any:
+    """Return a document with the client's media URLs."""
+    if isinstance(document, str):
+        return document
+    return {**document, "content": [_original_part(part, backend) for part in document.get("content", ())]}
+
+
+def _original_part(part: Mapping[str, Any], backend: MediaReferences) -> Mapping[str, Any]:
+    original = dict(part)
+    for name, value in part.items():
+        if isinstance(value, Mapping) and isinstance(url := value.get("url"), str):
+            original[name] = {**value, "url": backend.original_url(url)}
+    return original

@@ -24,7 +24,7 @@ it reads pixels or samples must the item be decoded.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from math import prod
 from typing import Any, Final, Literal
@@ -49,7 +49,6 @@ from medialane.vllm_bridge.seams.multimodal import encoded_image, hashed_video, 
 from medialane.vllm_bridge.seams.scale_out import (
     RENDER,
     Buffer,
-    RenderServing,
     accept_payloads,
     encoded_item,
     metadata_of,
@@ -99,13 +98,13 @@ def install(
 ) -> None:
     """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none. With
     `has_chunks`, vLLM's own name for the model's images is `vision_chunk`."""
-    render_by(app.state, lambda own: _Rendering(own, default, has_chunks=has_chunks))
+    render_by(app.state, _CURRENT.get)
 
     def answering(endpoint: Any) -> Any:
         """Return an ASGI app that sends the answers of `endpoint` by a `RenderAnswer`."""
 
         async def answer(scope: Any, receive: Any, send: Send) -> None:
-            rendered = RenderAnswer(backend, fairness, send)
+            rendered = RenderAnswer(backend, fairness, send, default=default, has_chunks=has_chunks)
             token = _CURRENT.set(rendered)
             try:
                 await endpoint(scope, receive, rendered.send)
@@ -122,34 +121,21 @@ def install(
     routes[:] = [*rendering, *(route for route in routes if route not in rendering)]
 
 
-class _Rendering(RenderServing):
-    """vLLM's handlers, which call these methods for the current answer."""
-
-    def __init__(self, own: Any, default: Payload, *, has_chunks: bool) -> None:
-        super().__init__(own)
-        self._default = default
-        self._has_chunks = has_chunks
-
-    def choose(self, request: Any) -> Payload:
-        is_given = "mm_payload" in request.model_fields_set
-        payload = _CURRENT.get().payload = request.mm_payload if is_given else self._default
-        return payload
-
-    def fill(self, features: Any, engine_input: Mapping[str, Any], metadata: Callable[[str], Any]) -> None:
-        _CURRENT.get().fill(features, engine_input["mm_kwargs"], metadata)
-        if self._has_chunks:
-            for name, by_modality in features:
-                setattr(features, name, None if by_modality is None else name_for_engine(by_modality))
-
-    def shorten(self, rendered: Any) -> None:
-        _CURRENT.get().shorten(rendered)
-
-
 class RenderAnswer:
     """The answer to one request of a render endpoint. `payload` is what it has of the items."""
 
-    def __init__(self, backend: RequestBackend, fairness: LoopFairness, send: Send) -> None:
-        self.payload: Payload = "none"
+    def __init__(
+        self,
+        backend: RequestBackend,
+        fairness: LoopFairness,
+        send: Send,
+        *,
+        default: Payload = "none",
+        has_chunks: bool = False,
+    ) -> None:
+        """For `default` and `has_chunks` see `install`."""
+        self.payload = default
+        self._has_chunks = has_chunks
         self._backend = backend
         self._fairness = fairness
         self._send = send
@@ -158,6 +144,12 @@ class RenderAnswer:
         self._prefix = _FIRST_MARK + secrets.randbelow(_FIRST_MARK)
         self._parts: list[_Part] = []
         self._start: Message | None = None
+
+    def choose(self, request: Any) -> Payload:
+        """Return the payload of a request that is going to be rendered."""
+        if "mm_payload" in request.model_fields_set:
+            self.payload = request.mm_payload
+        return self.payload
 
     async def prepare(self, prompt: Any) -> PreparedPrompt:
         """Return the prompt with its items as the payload needs them. Raises MedialaneError; FeatureUnsupported if only
@@ -177,12 +169,18 @@ class RenderAnswer:
         self._is_predicted.append(prepared.is_predicted)
         return prepared
 
-    def fill(self, features: Any, items: PreparedItems, metadata_fields: Callable[[str], Any]) -> None:
-        """Add what the payload has of the items to the features of one prompt."""
-        if self.payload == "none":
-            return
+    def fill(self, features: Any, engine_input: Mapping[str, Any], metadata: Callable[[str], Collection[str]]) -> None:
+        """Add what the payload asks for to the features of a prompt. `metadata` returns the names of the fields of a
+        modality that are metadata."""
+        if self.payload != "none":
+            self._fill(features, engine_input["mm_kwargs"], metadata)
+        if self._has_chunks:
+            for name, by_modality in features:
+                setattr(features, name, None if by_modality is None else name_for_engine(by_modality))
+
+    def _fill(self, features: Any, items: PreparedItems, metadata: Callable[[str], Collection[str]]) -> None:
         kwargs_data: dict[str, list[str]] = {}
-        metadata: dict[str, list[str | None]] = {}
+        mm_metadata: dict[str, list[str | None]] = {}
         for placed in items.prepared.features:
             feature = placed.feature
             entries = kwargs_data.setdefault(feature.modality, [])
@@ -191,10 +189,10 @@ class RenderAnswer:
                 continue
             item = decode_item(feature.header, self._backend.tensors(feature))
             entries.append(self.mark(encoded_item(item)))
-            small = metadata_of(item, metadata_fields(feature.modality))
-            metadata.setdefault(feature.modality, []).append(self.mark(encoded_item(small)) if small else None)
+            small = metadata_of(item, metadata(feature.modality))
+            mm_metadata.setdefault(feature.modality, []).append(self.mark(encoded_item(small)) if small else None)
         features.kwargs_data = kwargs_data
-        features.mm_metadata = {name: entries for name, entries in metadata.items() if any(entries)} or None
+        features.mm_metadata = {name: entries for name, entries in mm_metadata.items() if any(entries)} or None
 
     def shorten(self, rendered: Any) -> None:
         """Put marks for the tokens of a long prompt, and for their offsets."""

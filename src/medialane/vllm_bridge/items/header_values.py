@@ -236,8 +236,7 @@ class PlaceholderLayouts:
         found = {m: iter([from_vllm_range(place.to_range()) for place in places]) for m, places in located.items()}
         searched = [next(found.get(one.modality, iter(())), None) for one in media]
         return [
-            one
-            or (other if other is not None and (other.offset, other.length) == (given.offset, given.length) else None)
+            one or (other if other is not None and _is_at(other, given) else None)
             for one, other, given in zip(placed, searched, ranges, strict=True)
         ]
 

@@ -151,7 +151,11 @@ class VllmFrameSampler:
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         """See `FrameSampler.sample`. Raises InvalidRequest, InvalidVideo, and what `Video.read` raises."""
         requested = msgspec.json.decode(io, type=dict[str, Any])
-        media_io = self._media_io(VideoMediaIO.merge_kwargs(self._own, requested))
+        options = VideoMediaIO.merge_kwargs(self._own, requested)
+        loader = options.get("video_backend", self._backend or "")
+        if options.get("backend", "opencv") != "opencv" or decodes_on_gpu(loader):
+            raise InvalidRequest("only vLLM's video backend opencv is supported")
+        media_io = video_io(options, backend=self._backend, image=self._image)
         try:
             frames, metadata = self._load(video, media_io)
         except _REFUSALS as error:
@@ -169,14 +173,12 @@ class VllmFrameSampler:
             frames, metadata = load_frames(media_io, video, self._max_sampled_frames)
         return frames, metadata
 
-    def _media_io(self, options: dict[str, Any]) -> Any:
-        """Return vLLM's video reader, made as in `MediaConnector.fetch_video_async`."""
-        if "video_backend" not in options and self._backend:
-            options["video_backend"] = self._backend
-        backend = options.get("backend", "opencv")
-        if backend != "opencv" or decodes_on_gpu(options.get("video_backend", "")):
-            raise InvalidRequest("only vLLM's video backend opencv is supported")
-        return VideoMediaIO(ImageMediaIO(**({"image_mode": "RGB"} | self._image)), **options)
+
+def video_io(options: Mapping[str, Any], *, backend: str | None, image: Mapping[str, Any]) -> VideoMediaIO:
+    """Return vLLM's video reader with these options, made as in `MediaConnector.fetch_video`: `backend` is the model's
+    loader, unless the options name one, `image` are the operator's options of images, for the frames of video/jpeg."""
+    own = {"video_backend": backend} if backend else {}
+    return VideoMediaIO(ImageMediaIO(**{"image_mode": "RGB", **image}), **{**own, **options})
 
 
 def _encode_metadata(metadata: Mapping[str, Any]) -> bytes:

@@ -4,7 +4,6 @@
 """
 
 from medialane.vllm_bridge.learned.assembler import VllmAssembler
-from medialane.vllm_bridge.learned.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport, normalization_of
 from medialane.vllm_bridge.learned.reference_tensors import compare_fields
 from medialane.vllm_bridge.learned.sent_tensors import TensorsReader
@@ -12,8 +11,6 @@ from medialane.vllm_bridge.learned.settings import processor_settings
 from medialane.vllm_bridge.learned.validation import placeholder_of
 
 __all__ = [
-    "AcceptedEmbeds",
-    "EmbedsReader",
     "ModelProfile",
     "ProfileReport",
     "TensorsReader",
@@ -22,5 +19,4 @@ __all__ = [
     "normalization_of",
     "placeholder_of",
     "processor_settings",
-    "try_embeds",
 ]

@@ -397,8 +397,7 @@ def _samples(layouts: PlaceholderLayouts, items: Sequence[TrialItem]) -> Iterato
         grids = [grid for name, elem in fields if name.endswith(_SUFFIXES) for grid in _grids_in(name, elem.data)]
         if grids:
             with suppress(*MALFORMED_FEATURE):
-                updates = layouts.find([item], NO_OPTIONS).updates[item.modality]
-                if count := num_embeds(updates[0][0].content):
+                if count := _num_embeds_of(layouts, item):
                     yield GridSample(grids, count)
 
 

@@ -25,7 +25,7 @@ from medialane.vllm_bridge.items.preparation import VllmFrameSampler, VllmProces
 from medialane.vllm_bridge.learned.item_shape import check_layout
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.learned.settings import processor_settings
-from medialane.vllm_bridge.learned.sized_headers import SizedHeaders
+from medialane.vllm_bridge.learned.sized_headers import described
 from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
@@ -108,7 +108,6 @@ class RequestProcessor:
         self._profile = profile
         self._sampler = sampler
         self._heavy = VllmProcessor(profile.processor)
-        self._sized_headers = SizedHeaders(self.process, profile.content_fields)
         self._accepts_tensors = "image" not in profile.unfit and profile.accepts_tensors
 
     def enter_forkserver(self) -> None:
@@ -142,7 +141,8 @@ class RequestProcessor:
         return made
 
     def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
-        return self._sized_headers.describe(modality, size, options)
+        content = self._profile.content_fields.get(modality)
+        return None if content is None else described(self.process, modality, size, options, content=content)
 
     def _process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._heavy.process(media, options, as_tensor=self._accepts_tensors)

@@ -252,24 +252,17 @@ def noise(modality: Modality, size: MediaSize) -> Decoded:
     return made
 
 
-class SizedHeaders:
-    """Headers by size, of one processor. `process` runs it."""
-
-    def __init__(self, process: Process, content_fields: Mapping[Modality, frozenset[str]]) -> None:
-        self._process = process
-        self._content_fields = content_fields
-
-    def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
-        """See `prepare.Processor.describe`."""
-        content = self._content_fields.get(modality)
-        if content is None:
-            return None
-        item = self._process(blank(modality, size), options)
-        if not content.isdisjoint(small_values(item.header)):
-            return None
-        if options != NO_OPTIONS and self._process(noise(modality, size), options).header != item.header:
-            return None
-        return Described(item.header, item.size)
+def described(
+    process: Process, modality: Modality, size: MediaSize, options: bytes, *, content: frozenset[str]
+) -> Described | None:
+    """Return what items of this size have in common (`prepare.Processor.describe`), whose `content` fields depend on
+    more than that; None if one of these is in the header, or the options make it depend on the content."""
+    item = process(blank(modality, size), options)
+    if not content.isdisjoint(small_values(item.header)):
+        return None
+    if options != NO_OPTIONS and process(noise(modality, size), options).header != item.header:
+        return None
+    return Described(item.header, item.size)
 
 
 @without_warnings()

@@ -106,7 +106,7 @@ class FeatureChecker:
     def _layout_of(self, prompt: ExpandedPrompt) -> PlaceholderLayout:
         def check_items() -> None:
             for feature in prompt.features:
-                self._check_item(feature.modality, decode_item_without_tensors(feature.header), prompt.options)
+                self.check_item(feature.modality, decode_item_without_tensors(feature.header), prompt.options)
 
         def confirm(layout: PlaceholderLayout) -> None:
             if prompt.options == NO_OPTIONS:
@@ -132,12 +132,14 @@ class FeatureChecker:
         if not (all(duration >= 0 for duration in durations) and sum(durations) <= self._max_video_s):
             raise InvalidFeature(f"the prompt's videos last {sum(durations):g} s, more than {self._max_video_s:g} s")
 
-    def check_item(self, modality: Modality, item: MultiModalKwargsItem) -> None:
-        """Raise InvalidFeature unless an item that a client has processed has the fields, dimensions and rows of the
-        model's own."""
-        self._shape(modality).check(modality, item, has_options=True)
+    def check_item(self, modality: Modality, item: MultiModalKwargsItem, options: bytes | None = None) -> None:
+        """Raise InvalidFeature unless an item has the fields, dimensions and rows of the model's own. `options` are
+        those with which it was processed, None if they are not known: by a client."""
+        if (shape := self._shapes.get(modality)) is None:
+            raise InvalidFeature(f"this worker does not support {modality} features")
+        shape.check(modality, item, has_options=options != NO_OPTIONS)
         check_grids(modality, item, self._merge)
-        self._check_rows(modality, item, {})
+        self._check_rows(modality, item, {} if options is None else decode_options(options))
 
     def check_options(self, options: bytes, modalities: Iterable[Modality]) -> None:
         """Raise InvalidRequest naming an option with which this process may not process such items."""
@@ -185,7 +187,7 @@ class FeatureChecker:
     ) -> None:
         for modality, items in kwargs.items():
             for item in items:
-                self._check_item(modality, item, options)
+                self.check_item(modality, item, options)
         try:
             data = self._processor.info.parse_mm_data(media)
             defaults = prompt_updates(self._processor, data, {}, MultiModalKwargsItems(kwargs))
@@ -194,16 +196,6 @@ class FeatureChecker:
         for modality, items in kwargs.items():
             for item, place, default in zip(items, places[modality], defaults[modality], strict=True):
                 self._check_embeds(modality, item, place.num_embeds, default)
-
-    def _check_item(self, modality: Modality, item: MultiModalKwargsItem, options: bytes) -> None:
-        self._shape(modality).check(modality, item, has_options=options != NO_OPTIONS)
-        check_grids(modality, item, self._merge)
-        self._check_rows(modality, item, decode_options(options))
-
-    def _shape(self, modality: Modality) -> ItemShape:
-        if (shape := self._shapes.get(modality)) is None:
-            raise InvalidFeature(f"this worker does not support {modality} features")
-        return shape
 
     def _check_embeds(self, modality: Modality, item: MultiModalKwargsItem, count: int, default: Sequence[Any]) -> None:
         """`default` are the processor's prompt updates without the request's options."""

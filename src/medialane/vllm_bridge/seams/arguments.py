@@ -18,15 +18,6 @@ try:
 except ModuleNotFoundError:  # moved by vLLM 0.33
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
-__all__ = [
-    "FlexibleArgumentParser",
-    "create_frontend_config",
-    "create_model_config",
-    "make_arg_parser",
-    "parse_vllm_args",
-    "validate_parsed_serve_args",
-]
-
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vllm is not typed
     """Raises for an invalid flag, where argparse exits: the caller reports it in one line."""

@@ -31,23 +31,6 @@ from vllm.v1.request import Request
 
 from medialane.vllm_bridge.seams.multimodal import embeds_data, new_processor
 
-__all__ = [
-    "ECConnectorBase",
-    "ECConnectorMetadata",
-    "ECConnectorOutput",
-    "ECConnectorRole",
-    "ECConnectorWorkerMetadata",
-    "Request",
-    "SchedulerOutput",
-    "WorkerEncoder",
-    "connect",
-    "connector_of",
-    "get_tensor_model_parallel_rank",
-    "on_every_rank",
-    "restore_inputs",
-    "unfit_reason",
-]
-
 #: Media with which an encoder is measured: small ones, but their pixels and samples are large fields (`features`).
 _SAMPLES: Mapping[str, BaseDummyOptions] = {
     "image": ImageDummyOptions(count=1, width=448, height=448),

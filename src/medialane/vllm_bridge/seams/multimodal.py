@@ -220,8 +220,7 @@ def load_frames(media_io: VideoMediaIO, video: Video, max_frames: int) -> tuple[
         opened = video.source
         source = loader._prepare_source(VideoSourceMetadata(opened.num_frames, opened.fps, opened.duration_s))
         indices = loader.compute_frames_index_to_sample(source=source, target=target, **sampling)
-        if len(set(indices)) > max_frames:
-            raise TooManyFrames(f"{len(set(indices))} frames of the video were requested, more than {max_frames}")
+        _check_number(indices, max_frames)
         if loader.read_frames.__func__ is VideoLoader.read_frames.__func__:
             frames, valid = video.read(indices)
             if len(valid) == len(set(indices)) or not frame_recovery:
@@ -248,15 +247,17 @@ def limit_sampled_frames(max_frames: int) -> None:
             @classmethod
             def compute_frames_index_to_sample(cls, *args: Any, **kwargs: Any) -> Any:
                 indices = super().compute_frames_index_to_sample(*args, **kwargs)
-                if len(set(indices)) > max_frames:
-                    raise TooManyFrames(
-                        f"{len(set(indices))} frames of the video were requested, more than {max_frames}"
-                    )
+                _check_number(indices, max_frames)
                 return indices
 
         return vllm_decode(Limited, *args, **kwargs)
 
     opencv.decode_opencv = decode
+
+
+def _check_number(indices: Sequence[int], max_frames: int) -> None:
+    if (number := len(set(indices))) > max_frames:
+        raise TooManyFrames(f"{number} frames of the video were requested, more than {max_frames}")
 
 
 def video_backend(model_config: Any) -> str | None:

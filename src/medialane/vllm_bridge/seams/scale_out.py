@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.render.serving import ServingRender
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, MultiModalFeatures
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackEncoder
@@ -46,50 +46,36 @@ def accept_payloads(payloads: Any, description: str) -> None:
 
 
 class RenderServing(ServingRender):  # type: ignore[misc]  # vllm is not typed
-    """vLLM's render endpoints, with what is different in a subclass."""
+    """vLLM's render endpoints, changed by the answer to the current request (`frontend.render.RenderAnswer`)."""
 
-    def __init__(self, own: ServingRender) -> None:
+    def __init__(self, own: ServingRender, current: Callable[[], Any]) -> None:
         super().__init__(
             own.models, own.online_renderer, request_logger=own.request_logger, tool_server=own.tool_server
         )
+        self.current = current
         if self.model_config.supports_multimodal_inputs:  # otherwise made for the first answer, in 0.1 s
             self._placeholder_metadata_parser = self.online_renderer.renderer.get_mm_processor().info.data_parser
 
-    def choose(self, request: Any) -> str:
-        """Return the payload of a request that is going to be rendered."""
-        raise NotImplementedError
-
-    def fill(
-        self, features: MultiModalFeatures, engine_input: Mapping[str, Any], metadata: Callable[[str], Collection[str]]
-    ) -> None:
-        """Add what the payload asks for to the features of a prompt. `metadata` returns the names of the fields of a
-        modality that are metadata."""
-        raise NotImplementedError
-
-    def shorten(self, rendered: GenerateRequest) -> None:
-        """Replace what takes long to be encoded, on the event loop, as a part of the answer."""
-        raise NotImplementedError
-
     async def render_chat_request(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
-        request.mm_payload = self.choose(request)
+        request.mm_payload = self.current().choose(request)
         return await self.shortened(await super().render_chat_request(request, raw_request))
 
     async def render_messages_request(self, request: AnthropicMessagesRequest, raw_request: Any = None) -> Any:
-        request.mm_payload = self.choose(request)  # vLLM hands it to `render_chat_request`
+        request.mm_payload = self.current().choose(request)  # vLLM hands it to `render_chat_request`
         return await super().render_messages_request(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest, raw_request: Any = None) -> Any:
-        request.mm_payload = self.choose(request)
+        request.mm_payload = self.current().choose(request)
         return await self.shortened(await super().render_completion_request(request, raw_request))
 
     async def render_responses_request(self, request: ResponsesRequest) -> Any:
-        request.mm_payload = self.choose(request)
+        request.mm_payload = self.current().choose(request)
         return await self.shortened(await super().render_responses_request(request))
 
     def _extract_mm_features(self, engine_input: Mapping[str, Any], *, mm_payload: str = "tensors") -> Any:
         features = super()._extract_mm_features(engine_input, mm_payload="none")
         if features is not None:
-            self.fill(features, engine_input, self._placeholder_metadata_fields)
+            self.current().fill(features, engine_input, self._placeholder_metadata_fields)
         return features
 
     async def shortened(self, rendered: Any) -> Any:
@@ -97,13 +83,14 @@ class RenderServing(ServingRender):  # type: ignore[misc]  # vllm is not typed
         for each in rendered if isinstance(rendered, list) else [rendered]:
             if isinstance(each, GenerateRequest):
                 await asyncio.sleep(0)  # vLLM has taken milliseconds for a long prompt
-                self.shorten(each)
+                self.current().shorten(each)
         return rendered
 
 
-def render_by(state: State, serving: Callable[[ServingRender], RenderServing]) -> None:
-    """Serve the render endpoints of an app with this state by `serving`, of which it is given vLLM's own."""
-    state.serving_render = serving(state.serving_render)
+def render_by(state: State, current: Callable[[], Any]) -> None:
+    """Change the render endpoints of an app with this state: `current` returns the answer to the current request, which
+    chooses its payload (`choose`), adds that to the features of a prompt (`fill`) and may `shorten` the rest."""
+    state.serving_render = RenderServing(state.serving_render, current)
 
 
 def metadata_of(item: MultiModalKwargsItem, declared: Collection[str]) -> MultiModalKwargsItem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 #: The vLLM version that the table describes and all tests run with. `pyproject.toml` pins the same.
@@ -67,19 +68,25 @@ _ROW = re.compile(
 
 
 def _seams(text: str) -> tuple[Seam, ...]:
-    """Return the seams of rows that begin with their kind. `called_in` needs no module if it is that of `where`."""
-    return tuple(_seam(row.strip()) for row in re.split(rf"\n *(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:])
+    """Return the seams of rows that begin with their kind. `.name` is a member of the class of the row before, `:name`
+    is in its module; `called_in` needs no module if it is that of `where`."""
+    seams: list[Seam] = []
+    for row in re.split(rf"\n *(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:]:
+        seams.append(_seam(row.strip(), before=seams[-1].where if seams else ""))
+    return tuple(seams)
 
 
-def _seam(row: str) -> Seam:
+def _seam(row: str, *, before: str) -> Seam:
     found = _ROW.fullmatch(row)
     if found is None:
         raise ValueError(f"malformed row: {row}")
-    called_in = found["called_in"] or ""
+    where, called_in = found["where"], found["called_in"] or ""
+    if where.startswith((".", ":")):
+        where = before.rpartition(where[0])[0] + where
     if called_in and ":" not in called_in:
-        called_in = f"{found['where'].partition(':')[0]}:{called_in}"
+        called_in = f"{where.partition(':')[0]}:{called_in}"
     return Seam(
-        found["where"],
+        where,
         found["kind"],  # type: ignore[arg-type]  # rows begin with one
         None if found["parameters"] is None else tuple(_WORD.findall(found["parameters"])),
         attributes=tuple(_WORD.findall(found["attributes"] or "")),
@@ -87,6 +94,13 @@ def _seam(row: str) -> Seam:
         lookup=found["lookup"] or "",
     )
 
+
+# Groups by the adapter that uses them
+_api_server = partial(Group, module="seams.api_server", processes=("gateway",))
+_cpu = partial(Group, module="seams.cpu", processes=("worker",))
+_engine = partial(Group, module="seams.engine")
+_engine_core = partial(Group, module="seams.engine_core", processes=("worker",))
+_multimodal = partial(Group, module="seams.multimodal")
 
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -98,15 +112,13 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_server_flags.py", "tests/contract/test_vllm_engine_options.py"),
         seams=_seams("""
             call vllm.entrypoints.launchers.cli_args:make_arg_parser(parser)
-            call vllm.entrypoints.launchers.cli_args:validate_parsed_serve_args(args)
+            call :validate_parsed_serve_args(args)
             read vllm.utils.argparse_utils:FlexibleArgumentParser with error
         """),
     ),
-    Group(
+    _api_server(
         name="API server",
         purpose="vLLM's OpenAI app and HTTP server over our engine client",
-        module="seams.api_server",
-        processes=("gateway",),
         without="the gateway has no HTTP server",
         instead="none: vLLM documents no way to build its app for another EngineClient",
         tests=("tests/contract/test_renderer_hook.py", "tests/contract/test_vllm_http_server.py"),
@@ -122,11 +134,9 @@ GROUPS: tuple[Group, ...] = (
             read vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware
         """),
     ),
-    Group(
+    _api_server(
         name="unloading of adapters",
         purpose="workers unload a LoRA adapter that vLLM's app unloads",
-        module="seams.api_server",
-        processes=("gateway",),
         without="an adapter that was unloaded uses memory of the workers until it is loaded again, or they restart",
         instead="none: the app forgets the adapter, and does not call its EngineClient",
         tests=("tests/contract/test_vllm_adapters.py",),
@@ -137,11 +147,9 @@ GROUPS: tuple[Group, ...] = (
             read vllm.entrypoints.serve.lora.protocol:UnloadLoRAAdapterRequest with model_fields
         """),
     ),
-    Group(
+    _api_server(
         name="middleware stack",
         purpose="middleware is instantiated once, ours included, although vLLM builds the stack before ours is added",
-        module="seams.api_server",
-        processes=("gateway",),
         without="the user's middleware is instantiated twice, and http_requests_total counts nothing",
         instead="none; unnecessary once vLLM leaves the stack to Starlette",
         tests=("tests/contract/test_renderer_hook.py",),
@@ -150,11 +158,9 @@ GROUPS: tuple[Group, ...] = (
                 model_hosting_container_standards.common.fastapi.middleware.core:load_middlewares
         """),
     ),
-    Group(
+    _api_server(
         name="media tokens",
         purpose="usage.prompt_tokens_details has the tokens of media in a prompt that a worker expands",
-        module="seams.api_server",
-        processes=("gateway",),
         without="multimodal_tokens is null for embeddings, and in stages decoded and url",
         tests=("tests/contract/test_renderer_hook.py",),
         seams=_seams("""
@@ -162,18 +168,15 @@ GROUPS: tuple[Group, ...] = (
                 OpenAIServingChat._create_chat_completion
         """),
     ),
-    Group(
+    _api_server(
         name="pooling endpoints",
         purpose="embeddings, classification and scores: media are prepared by the gateway, responses built in a thread",
-        module="seams.api_server",
-        processes=("gateway",),
         without="requests with media are refused",
         instead="none: the endpoints render prompts with the renderer's blocking methods",
         tests=("tests/contract/test_pooling_endpoints.py",),
         seams=_seams("""
-            read vllm.entrypoints.pooling.base.serving:PoolingBaseServing with _postprocessing,
-                _postprocessing_async, _build_response in
-                PoolingBaseServing.__call__ as _postprocessing_async
+            read vllm.entrypoints.pooling.base.serving:PoolingBaseServing with _postprocessing, _postprocessing_async,
+                _build_response in PoolingBaseServing.__call__ as _postprocessing_async
             read vllm.entrypoints.pooling.base.io_processor:PoolingIOProcessor with renderer, render, render_async in
                 vllm.entrypoints.pooling.base.serving:PoolingBaseServing._preprocessing as render_async
             read vllm.entrypoints.pooling.scoring.protocol:RerankRequest with model_fields
@@ -192,19 +195,17 @@ GROUPS: tuple[Group, ...] = (
             call vllm.entrypoints.scale_out.render.serving:ServingRender(models, online_renderer, request_logger,
                 tool_server) with models, online_renderer, request_logger, tool_server, _placeholder_metadata_parser,
                 _placeholder_metadata_fields
-            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_chat_request(self, request,
-                raw_request) in vllm.entrypoints.scale_out.render.api_router:render_chat_completion
-            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_completion_request(self, request,
-                raw_request) in vllm.entrypoints.scale_out.render.api_router:render_completion
-            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_messages_request(self, request,
-                raw_request) in vllm.entrypoints.scale_out.render.api_router:render_messages
-            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_responses_request(self, request)
-                in vllm.entrypoints.scale_out.render.api_router:render_responses
-            override vllm.entrypoints.scale_out.render.serving:ServingRender._extract_mm_features(self, engine_input,
-                mm_payload) in ServingRender.render_chat_request
-            read vllm.entrypoints.scale_out.token_in_token_out.protocol:MultiModalFeatures with kwargs_data,
-                mm_metadata
-            read vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest with token_ids, token_offsets
+            override :ServingRender.render_chat_request(self, request, raw_request) in
+                vllm.entrypoints.scale_out.render.api_router:render_chat_completion
+            override .render_completion_request(self, request, raw_request) in
+                vllm.entrypoints.scale_out.render.api_router:render_completion
+            override .render_messages_request(self, request, raw_request) in
+                vllm.entrypoints.scale_out.render.api_router:render_messages
+            override .render_responses_request(self, request) in
+                vllm.entrypoints.scale_out.render.api_router:render_responses
+            override ._extract_mm_features(self, engine_input, mm_payload) in ServingRender.render_chat_request
+            read vllm.entrypoints.scale_out.token_in_token_out.protocol:MultiModalFeatures with kwargs_data, mm_metadata
+            read :GenerateRequest with token_ids, token_offsets
             read vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest with mm_payload
             read vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest with mm_payload
             read vllm.entrypoints.openai.completion.protocol:CompletionRequest with mm_payload
@@ -213,17 +214,15 @@ GROUPS: tuple[Group, ...] = (
                 MsgpackEncoder._encode_nested_tensors
             override vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens(self, request,
                 raw_request) in vllm.entrypoints.scale_out.token_in_token_out.api_router:generate
-            read vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens with online_renderer, _check_model
+            read :ServingTokens with online_renderer, _check_model
             read vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest with features
             read vllm.v1.serial_utils with CUSTOM_TYPE_RAW_VIEW
             call vllm.v1.utils:tensor_data(tensor)
         """),
     ),
-    Group(
+    _api_server(
         name="request validation",
         purpose="vLLM's app rejects a body at the first invalid element of a list, large ones in a thread",
-        module="seams.api_server",
-        processes=("gateway",),
         without="a body with many elements blocks the event loop, one with many invalid ones for seconds",
         instead="`fail_fast` in vLLM's request models",
         tests=("tests/unit/vllm_bridge/test_vllm_bridge_fail_fast.py", "tests/contract/test_vllm_fail_fast.py"),
@@ -233,10 +232,9 @@ GROUPS: tuple[Group, ...] = (
             call pydantic:TypeAdapter(type, config, _parent_depth) with core_schema, pydantic_complete, validator
         """),
     ),
-    Group(
+    _engine(
         name="input processor",
         purpose="beam search asks the engine client's input processor whether outputs are watermarked",
-        module="seams.engine",
         processes=("gateway",),
         without="beam search fails",
         tests=("tests/contract/test_renderer_hook.py",),
@@ -245,10 +243,9 @@ GROUPS: tuple[Group, ...] = (
                 vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search
         """),
     ),
-    Group(
+    _multimodal(
         name="renderer",
         purpose="the gateway prepares media instead of the renderer's own thread",
-        module="seams.multimodal",
         processes=("gateway",),
         without="media are processed by the gateway's renderer: without the arena, and not in parallel",
         instead="none; a public hook at this point would suffice",
@@ -259,10 +256,9 @@ GROUPS: tuple[Group, ...] = (
                 _process_multimodal_async
         """),
     ),
-    Group(
+    _multimodal(
         name="renderer's warm-up",
         purpose="the gateway's renderer does not process the model's largest items when it is warmed up",
-        module="seams.multimodal",
         processes=("gateway",),
         without="a gateway starts a second later, with hundreds of MB more",
         instead="none; a flag of the renderer would suffice",
@@ -271,24 +267,21 @@ GROUPS: tuple[Group, ...] = (
             read vllm.renderers.base:BaseRenderer with _mm_warmup_done
         """),
     ),
-    Group(
+    _api_server(
         name="speech",
         purpose="the store decodes uploads for transcription, sandboxed and cached",
-        module="seams.api_server",
-        processes=("gateway",),
         without="uploads are decoded in the gateway's process",
         instead="none; a public hook at this point would suffice",
         tests=("tests/contract/test_speech.py",),
         seams=_seams("""
             replace vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing._decode_and_chunk_speech(self,
                 audio_data) in SpeechToTextBaseServing._preprocess_speech_to_text as _decode_and_chunk_speech_async
-            read vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing with asr_config
+            read :SpeechToTextBaseServing with asr_config
         """),
     ),
-    Group(
+    _multimodal(
         name="rendering thread",
         purpose="chat templates and tokenization of short prompts run on the event loop, without a thread's hand-over",
-        module="seams.multimodal",
         processes=("gateway",),
         without="short requests take some milliseconds longer on a busy gateway",
         instead="none; an `Executor` as an argument of the renderer would suffice",
@@ -306,14 +299,13 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/unit/vllm_bridge/test_vllm_bridge_stand_ins.py",),
         seams=_seams("""
             read torch:Tensor with _make_wrapper_subclass
-            read torch:_C with _disabled_torch_function_impl
+            read :_C with _disabled_torch_function_impl
             read torch._ops:OpOverload with _schema
         """),
     ),
-    Group(
+    _multimodal(
         name="multimodal processor",
         purpose="one job per item: Hugging Face processor and prompt expansion run separately; features are checked",
-        module="seams.multimodal",
         without="items are not processed one by one; features are not checked before EngineCore",
         instead="none; `BaseMultiModalProcessor.apply` does all of it for a whole prompt",
         tests=(
@@ -324,26 +316,20 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             call vllm.multimodal.processing.processor:BaseMultiModalProcessor._apply_hf_processor_main(self, mm_items,
                 hf_kwargs)
-            call vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_fields_config(self, hf_inputs,
-                hf_processor_mm_kwargs)
-            call vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_prompt_updates(self, mm_items,
-                hf_processor_mm_kwargs, out_mm_kwargs)
-            call vllm.multimodal.processing.processor:BaseMultiModalProcessor._find_mm_placeholders(self, new_token_ids,
-                mm_prompt_updates)
-            call vllm.multimodal.processing.processor:BaseMultiModalProcessor._postprocess_prompt(self, prompt)
-            replace vllm.multimodal.processing.processor:BaseMultiModalProcessor._cached_apply_hf_processor(self,
-                inputs, timing_ctx) in BaseMultiModalProcessor.apply
-            call vllm.multimodal.processing.processor:BaseMultiModalProcessor.apply(self, inputs, timing_ctx)
-            call vllm.multimodal.processing.processor:MultiModalProcessingResult(prompt_ids, kwargs, hashes,
-                prompt_updates)
+            call ._get_mm_fields_config(self, hf_inputs, hf_processor_mm_kwargs)
+            call ._get_mm_prompt_updates(self, mm_items, hf_processor_mm_kwargs, out_mm_kwargs)
+            call ._find_mm_placeholders(self, new_token_ids, mm_prompt_updates)
+            call ._postprocess_prompt(self, prompt)
+            replace ._cached_apply_hf_processor(self, inputs, timing_ctx) in BaseMultiModalProcessor.apply
+            call .apply(self, inputs, timing_ctx)
+            call :MultiModalProcessingResult(prompt_ids, kwargs, hashes, prompt_updates)
             call vllm.multimodal.processing.inputs:ProcessorInputs(prompt, mm_data_items, hf_processor_mm_kwargs)
             call vllm.multimodal.processing.context:TimingContext(enabled)
         """),
     ),
-    Group(
+    _multimodal(
         name="media hashes",
         purpose="`medialane render` answers the hashes that plain vLLM gives to media, mostly without decoding them",
-        module="seams.multimodal",
         without="routers in front of plain vLLM servers cannot use our render service for requests with media",
         tests=(
             "tests/contract/test_media_hash.py",
@@ -368,37 +354,33 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             replace vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_fields_config(self, hf_inputs,
                 hf_processor_mm_kwargs)
-            replace vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_prompt_updates(self, mm_items,
-                hf_processor_mm_kwargs, out_mm_kwargs) in BaseMultiModalProcessor._get_mm_prompt_updates
+            replace ._get_prompt_updates(self, mm_items, hf_processor_mm_kwargs, out_mm_kwargs) in
+                BaseMultiModalProcessor._get_mm_prompt_updates
             replace vllm.multimodal.parse:MultiModalDataParser._get_subparsers(self) in
                 MultiModalDataParser.parse_mm_data
-            call vllm.multimodal.parse:MultiModalDataParser._parse_image_data(self, data)
+            call ._parse_image_data(self, data)
             replace vllm.multimodal.processing.dummy_inputs:BaseDummyInputsBuilder.get_dummy_text(self, mm_counts)
-            replace vllm.multimodal.processing.dummy_inputs:BaseDummyInputsBuilder.get_dummy_mm_data(self, seq_len,
-                mm_counts, mm_options)
-            call vllm.multimodal.processing.dummy_inputs:BaseDummyInputsBuilder._get_dummy_images(self, width, height,
-                num_images, overrides)
+            replace .get_dummy_mm_data(self, seq_len, mm_counts, mm_options)
+            call ._get_dummy_images(self, width, height, num_images, overrides)
             call vllm.multimodal.inputs:MultiModalFieldConfig(field, modality)
             call vllm.multimodal.parse:VisionChunkProcessorItems(data)
-            call vllm.multimodal.parse:ProcessorBatchItems(data, modality) with get_all
+            call :ProcessorBatchItems(data, modality) with get_all
             call vllm.renderers.chat_utils:_resolve_vision_chunk_items(vision_chunk_items, mm_processor,
                 vision_chunks_modality_order)
         """),
     ),
-    Group(
+    _multimodal(
         name="processor settings",
         purpose="settings of the Hugging Face processor are those of a new one, not of one that was used",
-        module="seams.multimodal",
         without="processes may disagree about settings, and features are not used",
         tests=("tests/contract/test_vllm_engine_settings.py",),
         seams=_seams("""
             read vllm.transformers_utils.processor:cached_get_processor with cache_clear
         """),
     ),
-    Group(
+    _multimodal(
         name="Mistral chats",
         purpose="chats of models with a Mistral tokenizer are tokenized with blanks for their media",
-        module="seams.multimodal",
         without="requests with media fail for models in Mistral's format (`--tokenizer-mode mistral`)",
         instead="none: vLLM expects the placeholders of media that were opened with the chat",
         tests=("tests/contract/test_mistral_chat.py",),
@@ -408,10 +390,9 @@ GROUPS: tuple[Group, ...] = (
             call vllm.utils.mistral:is_mistral_tokenizer(obj)
         """),
     ),
-    Group(
+    _multimodal(
         name="embeddings",
         purpose="embeddings sent by clients are converted to the form that vLLM's renderer expects",
-        module="seams.multimodal",
         processes=("worker",),
         without="requests with `image_embeds` fail",
         tests=("tests/contract/test_embeds.py",),
@@ -419,10 +400,9 @@ GROUPS: tuple[Group, ...] = (
             call vllm.renderers.chat_utils:_get_embeds_data(modality, data_items, mm_processor)
         """),
     ),
-    Group(
+    _multimodal(
         name="video loaders",
         purpose="frames are sampled by vLLM's loaders and decoded by us",
-        module="seams.multimodal",
         without="videos are decoded in workers only (`--stage url`)",
         instead="none; a registered video decoder backend would suffice",
         tests=("tests/contract/test_video_exactness.py",),
@@ -431,11 +411,11 @@ GROUPS: tuple[Group, ...] = (
                 frame_recovery)
             read vllm.multimodal.video_decoders.opencv with cv2
             call vllm.multimodal.video:VideoLoader._prepare_source(source)
-            call vllm.multimodal.video:VideoLoader.compute_frames_index_to_sample(source, target)
-            call vllm.multimodal.video:VideoLoader.read_frames(cap, frame_idx, total_frames_num, frame_recovery) in
+            call .compute_frames_index_to_sample(source, target)
+            call .read_frames(cap, frame_idx, total_frames_num, frame_recovery) in
                 vllm.multimodal.video_decoders.opencv:decode_opencv
             order vllm.multimodal.video_decoders:VideoSourceMetadata(total_frames_num, original_fps, duration)
-            read vllm.multimodal.video_decoders:VideoTargetMetadata
+            read :VideoTargetMetadata
             read vllm.multimodal.video:VIDEO_LOADER_REGISTRY with backend_requires_gpu
             call vllm.multimodal.media.video:VideoMediaIO(image_io) with merge_kwargs, video_loader, num_frames, kwargs,
                 load_base64
@@ -443,50 +423,46 @@ GROUPS: tuple[Group, ...] = (
             call vllm.transformers_utils.processor:get_video_processor_cls_name(model_config)
         """),
     ),
-    Group(
+    _multimodal(
         name="compared tensors",
         purpose="items are compared with plain vLLM's",
-        module="seams.multimodal",
         without="`medialane check --tensors` fails",
         tests=("tests/contract/test_tensor_comparison.py",),
         seams=_seams("""
             call vllm.multimodal.media:MediaConnector.fetch_image(self, image_url)
-            call vllm.multimodal.media:MediaConnector.fetch_video(self, video_url, video_processor)
-            call vllm.multimodal.media:MediaConnector.fetch_audio(self, audio_url)
+            call .fetch_video(self, video_url, video_processor)
+            call .fetch_audio(self, audio_url)
         """),
         processes=("check",),
     ),
-    Group(
+    _multimodal(
         name="normalisation on the device",
         purpose="clients learn how the engine normalises raw pixels, and comparisons do it likewise",
-        module="seams.multimodal",
         without="tensors of features do not say whether they are raw; `medialane check --tensors` fails",
         tests=("tests/contract/test_sent_tensors.py", "tests/contract/test_tensor_comparison.py"),
         seams=_seams("""
             call vllm.model_executor.layers.fusion.mm_input_norm:_load_norm_params(model_config)
-            order vllm.model_executor.layers.fusion.mm_input_norm:NormParams(image_mean, image_std, rescale_factor)
+            order :NormParams(image_mean, image_std, rescale_factor)
         """),
         processes=("gateway", "check"),
     ),
-    Group(
+    _engine(
         name="message encoder",
         purpose="items are sent to EngineCore as header and descriptors; sampling parameters are encoded for workers",
-        module="seams.engine",
         without="no request reaches a worker; tensors are copied through vLLM's socket",
         tests=("tests/contract/test_vllm_engine_plugin.py",),
         seams=_seams("""
             call vllm.v1.serial_utils:MsgpackEncoder(size_threshold, oob_tensor_consumer) with encode, size_threshold,
                 oob_tensor_consumer
-            call vllm.v1.serial_utils:MsgpackDecoder(t, share_mem, oob_tensor_provider) with decode
-            override vllm.v1.serial_utils:MsgpackEncoder._encode_mm_item(self, item) in MsgpackEncoder.enc_hook
-            override vllm.v1.serial_utils:MsgpackDecoder._decode_mm_item(self, obj) in MsgpackDecoder.dec_hook
+            call :MsgpackDecoder(t, share_mem, oob_tensor_provider) with decode
+            override :MsgpackEncoder._encode_mm_item(self, item) in MsgpackEncoder.enc_hook
+            override :MsgpackDecoder._decode_mm_item(self, obj) in MsgpackDecoder.dec_hook
             read vllm.v1.engine:EngineCoreRequest with request_id, external_req_id, mm_features
         """),
     ),
-    Group(
+    _engine(
         name="text at the seam",
         purpose="the text of an answer that goes on at another worker is that of an undisturbed one",
-        module="seams.engine",
         processes=("gateway",),
         without="an answer ends with its worker",
         tests=("tests/contract/test_continued_text.py", "tests/contract/test_vllm_engine_continuation.py"),
@@ -494,29 +470,25 @@ GROUPS: tuple[Group, ...] = (
             call vllm.v1.engine:EngineCoreRequest(request_id, prompt_token_ids, mm_features, sampling_params,
                 pooling_params, arrival_time, lora_request, cache_salt, data_parallel_rank)
             call vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request(tokenizer, request)
-            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.update(self, new_token_ids, stop_terminated)
-            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text(self, finished, delta)
-            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens(self)
+            call .update(self, new_token_ids, stop_terminated)
+            call .get_next_output_text(self, finished, delta)
+            call .num_output_tokens(self)
             call vllm.v1.engine.logprobs:LogprobsProcessor(tokenizer, logprobs, prompt_logprobs, cumulative_logprob,
                 num_logprobs, num_prompt_logprobs)
-            call vllm.v1.engine.logprobs:LogprobsProcessor._verify_tokens(self, decoded_tokens_list, tokens,
-                context_token_ids)
+            call :LogprobsProcessor._verify_tokens(self, decoded_tokens_list, tokens, context_token_ids)
             call vllm.tokenizers.detokenizer_utils:convert_ids_list_to_tokens(tokenizer, token_ids)
         """),
     ),
-    Group(
+    _engine_core(
         name="EngineCore",
         purpose="EngineCore maps arenas, rejects requests whose features it cannot read, and exits with its worker",
-        module="seams.engine_core",
-        processes=("worker",),
         without="features are sent in the message (`--transport inline`); EngineCore survives the kill of its worker",
         instead="none; vLLM's multimodal receiver cache is private, too",
         tests=("tests/contract/test_vllm_engine_plugin.py", "tests/contract/test_vllm_engine_features.py"),
         seams=_seams("""
             replace vllm.v1.engine.core:MsgpackDecoder in EngineCoreProc.process_input_sockets
-            replace vllm.v1.engine.core:EngineCore.preprocess_add_request(self, request) in
-                EngineCoreProc.process_input_sockets
-            read vllm.v1.engine.core:EngineCore with is_sleeping, add_lora
+            replace :EngineCore.preprocess_add_request(self, request) in EngineCoreProc.process_input_sockets
+            read :EngineCore with is_sleeping, add_lora
             call vllm.multimodal.cache:MultiModalCacheMissError(mm_hashes) in
                 vllm.v1.engine.core:EngineCoreProc.process_input_sockets
         """),
@@ -532,39 +504,32 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             read vllm.config:ECTransferConfig with ec_connector_extra_config
             call vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase(vllm_config, role)
-            read vllm.distributed.ec_transfer.ec_connector.base:ECConnectorRole with SCHEDULER, WORKER
-            read vllm.distributed.ec_transfer.ec_connector.base:ECConnectorMetadata
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.ensure_cache_available(self,
-                request, num_computed_tokens) in vllm.v1.core.sched.scheduler:Scheduler.schedule
-            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.has_cache_item(self, identifier) in
+            read :ECConnectorRole with SCHEDULER, WORKER
+            read :ECConnectorMetadata
+            override :ECConnectorBase.ensure_cache_available(self, request, num_computed_tokens) in
+                vllm.v1.core.sched.scheduler:Scheduler.schedule
+            replace .has_cache_item(self, identifier) in
                 vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs
-            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.update_state_after_alloc(self,
-                request, index) in vllm.v1.core.sched.scheduler:Scheduler._allocate_encoder_inputs
-            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.build_connector_meta(self,
-                scheduler_output) in vllm.v1.core.sched.scheduler:Scheduler.schedule
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.update_connector_output(self,
-                connector_output) in vllm.v1.core.sched.scheduler:Scheduler.update_from_output
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.take_unavailable_requests(self) in
+            replace .update_state_after_alloc(self, request, index) in
+                vllm.v1.core.sched.scheduler:Scheduler._allocate_encoder_inputs
+            replace .build_connector_meta(self, scheduler_output) in vllm.v1.core.sched.scheduler:Scheduler.schedule
+            override .update_connector_output(self, connector_output) in
                 vllm.v1.core.sched.scheduler:Scheduler.update_from_output
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.request_finished(self, request) in
-                vllm.v1.core.sched.scheduler:Scheduler._free_request
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.bind_connector_metadata(self,
-                connector_metadata) in
+            override .take_unavailable_requests(self) in vllm.v1.core.sched.scheduler:Scheduler.update_from_output
+            override .request_finished(self, request) in vllm.v1.core.sched.scheduler:Scheduler._free_request
+            override .bind_connector_metadata(self, connector_metadata) in
                 vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
-            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.start_load_caches(self,
-                encoder_cache, kwargs) in
+            replace .start_load_caches(self, encoder_cache, kwargs) in
                 vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.start_save_caches(self, kwargs) in
+            override .start_save_caches(self, kwargs) in
                 vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
-            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.save_caches(self, encoder_cache,
-                mm_hash, kwargs) in
+            replace .save_caches(self, encoder_cache, mm_hash, kwargs) in
                 vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin.maybe_save_ec_to_connector
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.get_finished(self,
-                finished_req_ids) in
+            override .get_finished(self, finished_req_ids) in
                 vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
-            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.build_connector_worker_meta(self) in
+            override .build_connector_worker_meta(self) in
                 vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
-            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorWorkerMetadata.aggregate(self, other) in
+            replace :ECConnectorWorkerMetadata.aggregate(self, other) in
                 vllm.distributed.ec_transfer.ec_connector.utils:ECOutputAggregator.aggregate
             read vllm.v1.outputs:ECConnectorOutput with ec_connector_worker_meta
             read vllm.v1.core.sched.output:SchedulerOutput with free_encoder_mm_hashes, total_num_scheduled_tokens
@@ -574,10 +539,10 @@ GROUPS: tuple[Group, ...] = (
             call vllm.v1.core.sched.interface:SchedulerInterface.get_ec_connector(self)
             call vllm.v1.executor.abstract:Executor.collective_rpc(self, method, args)
             read vllm.config.multimodal:ImageDummyOptions
-            read vllm.config.multimodal:VideoDummyOptions
-            read vllm.config.multimodal:AudioDummyOptions
-            read vllm.config.multimodal:BaseDummyOptions
-            read vllm.config.multimodal:MultiModalDummyOptions
+            read :VideoDummyOptions
+            read :AudioDummyOptions
+            read :BaseDummyOptions
+            read :MultiModalDummyOptions
             call vllm.multimodal.processing.processor:BaseMultiModalProcessor.get_dummy_inputs(self, seq_len, mm_counts,
                 mm_options)
             call vllm.multimodal.processing.context:TimingContext(enabled)
@@ -588,10 +553,9 @@ GROUPS: tuple[Group, ...] = (
                 enable_mm_embeds, allow_missing_mm_embeddings
         """),
     ),
-    Group(
+    _engine(
         name="engine front end",
         purpose="utility calls to every EngineCore, our encoder, unfinished requests by rank, silent shutdown",
-        module="seams.engine",
         processes=("worker",),
         without="a worker does not know when EngineCore has released a request's memory",
         instead="`AsyncLLM.collective_rpc` reaches the model's processes, not EngineCore; none for the rest",
@@ -600,25 +564,23 @@ GROUPS: tuple[Group, ...] = (
             read vllm.v1.engine.async_llm:AsyncLLM with engine_core, input_processor, output_processor, output_handler
             read vllm.v1.engine.core_client:AsyncMPClient with core_engines, encoder, resources in
                 AsyncMPClient._send_input as encoder
-            call vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async(self, method, args)
-            read vllm.v1.engine.core_client:BackgroundResources with engine_dead
-            read vllm.v1.engine.core_client:DPLBAsyncMPClient with reqs_in_flight
+            call :AsyncMPClient.call_utility_all_async(self, method, args)
+            read :BackgroundResources with engine_dead
+            read :DPLBAsyncMPClient with reqs_in_flight
             read vllm.v1.engine.output_processor:OutputProcessor with request_states
             read vllm.v1.engine.input_processor:InputProcessor with mm_encoder_cache_size
         """),
     ),
-    Group(
+    _engine(
         name="engine statistics",
         purpose="load of each rank for the router, timings of a request for its report",
-        module="seams.engine",
         processes=("worker",),
         without="workers report no load",
         instead="the Prometheus metrics have the same values, without the rank's last step",
         tests=("tests/contract/test_vllm_engine_load.py",),
         seams=_seams("""
             read vllm.v1.metrics.stats:SchedulerStats with num_running_reqs, kv_cache_usage
-            read vllm.v1.metrics.stats:RequestStateStats with queued_ts, scheduled_ts, first_token_ts,
-                last_token_ts
+            read :RequestStateStats with queued_ts, scheduled_ts, first_token_ts, last_token_ts
         """),
     ),
     Group(
@@ -631,19 +593,17 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_kv_events.py", "tests/contract/test_vllm_kv_event_reader.py"),
         seams=_seams("""
             order vllm.distributed.kv_events:EventBatch(ts, events, data_parallel_rank)
-            read vllm.distributed.kv_events:BlockStored with block_hashes, parent_block_hash, token_ids, block_size,
-                medium, lora_name, extra_keys, group_idx, kv_cache_spec_kind, locality
-            read vllm.distributed.kv_events:BlockRemoved with block_hashes, medium, group_idx, locality
-            read vllm.distributed.kv_events:AllBlocksCleared
-            read vllm.distributed.kv_events:ZmqEventPublisher with END_SEQ
-            call vllm.distributed.kv_events:ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank)
+            read :BlockStored with block_hashes, parent_block_hash, token_ids, block_size, medium, lora_name,
+                extra_keys, group_idx, kv_cache_spec_kind, locality
+            read :BlockRemoved with block_hashes, medium, group_idx, locality
+            read :AllBlocksCleared
+            read :ZmqEventPublisher with END_SEQ
+            call :ZmqEventPublisher.offset_endpoint_port(endpoint, data_parallel_rank)
         """),
     ),
-    Group(
+    _cpu(
         name="model on a CPU",
         purpose="a CPU model of one rank runs in EngineCore's process; others yield cores while they wait",
-        module="seams.cpu",
-        processes=("worker",),
         without="vLLM's own processes busy-wait on every core (`--distributed-executor-backend mp` works)",
         instead="the executor's qualified name in `distributed_executor_backend` is public; its methods are not",
         tests=("tests/contract/test_vllm_cpu_executor.py", "tests/contract/test_vllm_cpu_waiting.py"),
@@ -653,14 +613,12 @@ GROUPS: tuple[Group, ...] = (
             call vllm.utils.ompmultiprocessing:OMPProcessManager(config) with cpu_lists
             replace vllm.distributed.device_communicators.shm_broadcast:SpinCondition with is_reader, last_read,
                 busy_loop_s in MessageQueue.create_from_handle
-            override vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait(self, timeout_ms)
+            override :SpinCondition.wait(self, timeout_ms)
         """),
     ),
-    Group(
+    _cpu(
         name="start of EngineCore",
         purpose="on a CPU, EngineCore is a fork of the worker's front end, from before that has threads",
-        module="seams.cpu",
-        processes=("worker",),
         without="EngineCore imports vLLM itself and shares no pages with its front end",
         instead="VLLM_WORKER_MULTIPROC_METHOD, which vLLM overrides on a CPU",
         tests=("tests/contract/test_vllm_engine_start.py",),
@@ -669,11 +627,9 @@ GROUPS: tuple[Group, ...] = (
             call vllm.ray.lazy_utils:is_in_ray_actor()
         """),
     ),
-    Group(
+    _engine_core(
         name="phases of a start",
         purpose="a worker that starts reports what its engine does",
-        module="seams.engine_core",
-        processes=("worker",),
         without="`medialane serve` shows `starting the engine` until the worker is ready",
         tests=("tests/contract/test_vllm_start_phases.py",),
         seams=_seams("""
@@ -683,25 +639,20 @@ GROUPS: tuple[Group, ...] = (
             read vllm.config:CompilationMode with VLLM_COMPILE
             replace vllm.v1.executor.abstract:Executor.determine_available_memory(self) in
                 vllm.v1.engine.core:EngineCore._initialize_kv_caches
-            replace vllm.v1.executor.abstract:Executor.compile_or_warm_up_model(self) in
-                vllm.v1.engine.core:EngineCore._initialize_kv_caches
+            replace .compile_or_warm_up_model(self) in vllm.v1.engine.core:EngineCore._initialize_kv_caches
             replace vllm.multimodal.encoder_budget:MultiModalBudget.get_dummy_encoder_profile_inputs(self, modality,
                 max_items_per_batch) in vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_mm_dummy_batch
-            call vllm.multimodal.encoder_budget:MultiModalBudget.get_modality_with_max_tokens(self)
+            call .get_modality_with_max_tokens(self)
         """),
     ),
-    Group(
+    _engine_core(
         name="rendezvous",
         purpose="the file through which an engine's processes meet is in the folder of its sockets",
-        module="seams.engine_core",
-        processes=("worker",),
         without="each start of an engine leaves a file in the folder for temporary files",
         tests=("tests/contract/test_vllm_engine_rendezvous.py",),
         seams=_seams("""
-            replace vllm.v1.executor.uniproc_executor:get_file_store_init_method() in
-                UniProcExecutor._distributed_args
-            replace vllm.v1.executor.multiproc_executor:get_file_store_init_method() in
-                MultiprocExecutor._init_executor
+            replace vllm.v1.executor.uniproc_executor:get_file_store_init_method() in UniProcExecutor._distributed_args
+            replace vllm.v1.executor.multiproc_executor:get_file_store_init_method() in MultiprocExecutor._init_executor
             read vllm.envs with VLLM_RPC_BASE_PATH
         """),
     ),

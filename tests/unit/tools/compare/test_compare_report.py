@@ -7,14 +7,15 @@ import pytest
 from rich.console import Console
 
 from medialane.tools.compare import (
-    Manifest,
+    Pace,
     Reply,
     Served,
+    Side,
     Slo,
     Traffic,
+    TrafficComparison,
     TrafficRequest,
     Turn,
-    TurnFacts,
     make_report,
     show,
 )
@@ -27,17 +28,19 @@ def reply(number, text="one two", **members):
     return Reply(number, fields.pop("status", 200), number * 0.5, 1.0, **fields)
 
 
+async def never_run(_number):
+    raise AssertionError
+
+
 def report_of(first, second):
-    traffic = Traffic("OpenAI batch", tuple(TrafficRequest(f"r{n}", None, dict) for n in range(9)), "digest")
-    manifest = Manifest(
-        model="m", requests="f", digest="d", num_requests=9, sides=("plain", NAME), vllm_flags=(), pace="p",
-        as_sent=False,
-    )  # fmt: skip
-    turns = [
-        [Turn(TurnFacts(side, 1, is_whole=True, wall_s=2.0, cpu_s=cpu_s, num_parts=1), tuple(replies))]
-        for side, replies, cpu_s in (("plain", first, 1.0), (NAME, second, None))
-    ]
-    return make_report(manifest, traffic, turns, slo=Slo(), rounds=1, measured_on={})
+    traffic = Traffic("OpenAI batch", tuple(TrafficRequest(f"r{n}", None, dict) for n in range(9)))
+    turns = (
+        [Turn(first, is_whole=True, wall_s=2.0, cpu_s=1.0)],
+        [Turn(second, is_whole=True, wall_s=2.0, cpu_s=None)],
+    )
+    sides = Side("plain", never_run), Side(NAME, never_run)
+    comparison = TrafficComparison(traffic=traffic, sides=sides, pace=Pace(concurrency=1), turns=turns)
+    return make_report(comparison, model="m", requests="f", vllm_flags=(), slo=Slo(), measured_on={})
 
 
 def shown(first, second):

@@ -5,13 +5,12 @@ import time
 from contextlib import AsyncExitStack
 from itertools import pairwise
 
-import msgspec
 import pytest
 from fake_vllm import CHAT, FakeVllm
 from rich.console import Console
 
 from medialane.tools.check import CheckProgress, Launch
-from medialane.tools.compare import Journal, Manifest, Pace, Slo, TrafficComparison, make_report, read_traffic, sides_of
+from medialane.tools.compare import Pace, Slo, TrafficComparison, make_report, read_traffic, sides_of
 from medialane.types.errors import StartupFailed
 from waiting import eventually
 
@@ -61,26 +60,13 @@ class Compared:
         self.comparison = TrafficComparison(
             traffic=self.traffic, sides=sides_of(names, launch, quiet()), pace=pace, rounds=rounds
         )
-        self.manifest = Manifest(
-            model="m",
-            requests=file.name,
-            digest=self.traffic.digest,
-            num_requests=len(self.traffic.requests),
-            sides=("one", "other"),
-            vllm_flags=(),
-            pace=str(pace),
-            as_sent=False,
-        )
-        self.rounds = rounds
         self.folder = tmp_path / "out"
 
     async def run(self):
-        journal = Journal.opened(self.folder, self.manifest)
-        await self.comparison.run(journal, quiet())
+        await self.comparison.run(self.folder, quiet())
 
     def report(self, **slo):
-        turns = self.comparison.turns(Journal.opened(self.folder, self.manifest))
-        return make_report(self.manifest, self.traffic, turns, slo=Slo(**slo), rounds=self.rounds, measured_on={})
+        return make_report(self.comparison, model="m", requests="f", vllm_flags=(), slo=Slo(**slo), measured_on={})
 
 
 @pytest.fixture
@@ -185,33 +171,19 @@ async def test_second_round_says_what_a_server_differs_by_from_itself(compared, 
     assert report.baseline.num_requests == 4
 
 
-async def test_interrupted_comparison_has_what_there_is_and_goes_on_from_there(compared, traffic_file):
+async def test_interrupted_comparison_reports_what_was_measured(compared, traffic_file):
     file = traffic_file(*(chat(f"p{n}") for n in range(4)), chat("slow one"), chat("last"))
-    one, other = FakeVllm(), Slow()
-    comparison = await compared(file, one, other, pace=Pace(concurrency=1))
+    other = Slow()
+    comparison = await compared(file, FakeVllm(), other, pace=Pace(concurrency=1))
     running = asyncio.create_task(comparison.run())
     await eventually(lambda: len(other.bodies) == 5, "the slow request was sent")
     running.cancel()
     await asyncio.wait([running])
-    partial = comparison.report()
-    assert not partial.is_whole
-    assert [side.num_requests for side in partial.sides] == [6, 4]
-    assert partial.agreement.counts == {"equal": 4}
-    other.gate.set()
-    await comparison.run()
-    whole = comparison.report()
-    assert whole.is_whole
-    assert whole.agreement.counts == {"equal": 6}
-    assert len(one.bodies) == 6
-    assert whole.other.num_parts == 2
-    assert any("interrupted, and continued" in note for note in whole.notes)
-
-
-async def test_folder_of_another_comparison_is_refused(compared, traffic_file):
-    comparison = await compared(traffic_file(chat("a")), FakeVllm(), FakeVllm())
-    await comparison.run()
-    with pytest.raises(StartupFailed, match=r"has another comparison \(model is m, not n\)"):
-        Journal.opened(comparison.folder, msgspec.structs.replace(comparison.manifest, model="n"))
+    report = comparison.report()
+    assert not report.is_whole
+    assert [side.num_requests for side in report.sides] == [6, 4]
+    assert report.agreement.counts == {"equal": 4}
+    assert [len(path.read_text().splitlines()) for path in sorted(comparison.folder.iterdir())] == [6, 4]
 
 
 @pytest.mark.parametrize(
@@ -231,18 +203,6 @@ async def test_line_that_cannot_be_sent_is_a_failed_request(compared, traffic_fi
     assert report.agreement.counts == {"answered_by_one": 1, "equal": 1}
 
 
-async def test_reply_that_was_cut_off_is_asked_for_again(compared, traffic_file):
-    one = FakeVllm()
-    comparison = await compared(traffic_file(*(chat(f"p{n}") for n in range(3))), one, FakeVllm())
-    await comparison.run()
-    replies = comparison.folder / "turn-1-0.jsonl"
-    replies.write_text(replies.read_text()[:-20])
-    (comparison.folder / "turn-1-0.json").unlink()
-    await comparison.run()
-    assert len(one.bodies) == 4
-    assert comparison.report().agreement.counts == {"equal": 3}
-
-
 @pytest.mark.parametrize("text", ["ftp://host", "name=", "=http://host", "host:8000"])
 def test_address_that_is_none_is_refused(tmp_path, text):
     launch = Launch(model="m", vllm_args=(), environ={}, own_environ={}, logs=tmp_path)
@@ -252,6 +212,6 @@ def test_address_that_is_none_is_refused(tmp_path, text):
 
 async def test_folder_that_cannot_be_written_to_is_named(compared, traffic_file):
     comparison = await compared(traffic_file(chat("a")), FakeVllm(), FakeVllm())
-    (comparison.folder / "turn-1-0.json.new").mkdir(parents=True)
+    (comparison.folder / "turn-1-0.jsonl").mkdir(parents=True)
     with pytest.raises(StartupFailed, match=r"--out .*/out: Is a directory"):
         await comparison.run()
