@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from harness import Bar, Options, Report
 from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
-from medialane.gateway.operators import GatewayView, Limits, own_part, whole_state
+from medialane.gateway.operators import GatewayView, own_part, whole_state
 from medialane.gateway.records import RecentRequests, RequestRecord, log_end
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
 from medialane.types.feature import Feature, StagedItem
@@ -92,7 +92,7 @@ def _request(
     for ref in refs:
         with record.finding(ref):
             pass
-    record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)], is_reported=False)
+    record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)])
     record.sending(sent, _PATH)
     record.prompt_sent()
     now = time.perf_counter()
@@ -136,11 +136,11 @@ async def _page_ms(turns: int) -> float:
         [WorkerLink(_worker(n), hello, rpc=rpc, config=config, metrics=metrics) for n in range(NUM_WORKERS)]
     )
     endpoints = [Endpoint(_worker(n), _worker(n), True, WorkerLoad(), 1) for n in range(NUM_WORKERS)]
-    own, limits, best = GatewayView("0", asked=True, up=True), Limits(), float("inf")
+    own, best = GatewayView("0", asked=True, up=True), float("inf")
     for _ in range(turns):
         started = time.thread_time()
-        parts = {"0": await own_part(own, recent, pool, limits)}
-        state = await whole_state(parts, limits, model="m", endpoints=endpoints, encoder_caches={}, store=None)
+        parts = {"0": await own_part(own, recent, pool)}
+        state = await whole_state(parts, model="m", endpoints=endpoints, encoder_caches={}, store=None)
         msgspec.json.encode(state)
         best = min(best, time.thread_time() - started)
     return 1000 * best

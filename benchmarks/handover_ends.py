@@ -279,7 +279,6 @@ class FrontEnd:
         self._client.encoder = ArenaEncoder()
         self.card = CARD
         self.embedding_counts = EmbeddingCounts()
-        self.longest_embedding_step_s = 0.0
 
     def loads(self) -> list[WorkerLoad]:
         return [WorkerLoad()]

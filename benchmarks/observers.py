@@ -7,11 +7,11 @@ Those that receive it run in the benchmark's process, read little and keep nothi
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -26,8 +26,9 @@ SAMPLED = {
 LOGGING = LoggingConfig(format="json", access=True)
 _LOGGING_SETTINGS = ("--access-log", "--log-format", "json")
 
-_CONNECT_S = 10.0
-_STREAM = "GET /medialane/state/stream HTTP/1.1\r\nhost: {host}\r\naccept: text/event-stream\r\n\r\n"
+_TIMEOUT_S = 10.0
+#: As the page asks.
+_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Observers:
 
     @contextmanager
     def watching(self, base_url: str) -> Iterator[None]:
-        """Keep the page of this server open. Raises OSError, and RuntimeError if the page has lost its connection."""
+        """Keep the page of this server open. Raises RuntimeError if the page has had no answer."""
         with _page(base_url) if self.is_on else nullcontext():
             yield
 
@@ -78,26 +79,26 @@ def collector() -> Iterator[str]:
 
 @contextmanager
 def _page(base_url: str) -> Iterator[None]:
-    """Read the events of an open page. Raises RuntimeError if the server ends them, or has sent none."""
-    host, num_bytes, is_closing = urlsplit(base_url).netloc, [0], threading.Event()
-    name, _, port = host.rpartition(":")
-    with socket.create_connection((name, int(port)), timeout=_CONNECT_S) as connection:
-        connection.settimeout(None)
-        connection.sendall(_STREAM.format(host=host).encode())
+    """Ask for the state as an open page does. Raises RuntimeError if the server does not answer once."""
+    problems, is_closing = list[str](), threading.Event()
 
-        def read() -> None:
-            with contextlib.suppress(OSError):
-                while data := connection.recv(1 << 18):
-                    num_bytes[0] += len(data)
-            if not is_closing.is_set():
-                num_bytes[0] = 0
+    def ask() -> None:
+        with contextlib.closing(HTTPConnection(urlsplit(base_url).netloc, timeout=_TIMEOUT_S)) as connection:
+            while not is_closing.wait(_INTERVAL_S):
+                try:
+                    connection.request("GET", "/medialane/state")
+                    response = connection.getresponse()
+                    response.read()
+                except (OSError, HTTPException) as error:
+                    problems.append(repr(error))
+                    return
+                if response.status != 200:
+                    problems.append(f"status {response.status}")
 
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        yield
-        is_closing.set()
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        thread.join(_CONNECT_S)
-    if not num_bytes[0]:
-        raise RuntimeError("the page that was open has had no events, or has lost its connection")
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    yield
+    is_closing.set()
+    thread.join(_TIMEOUT_S)
+    if problems:
+        raise RuntimeError(f"the page that was open has had no answer: {problems[0]}")

@@ -205,9 +205,9 @@ class _Connection:
 
 
 class _Link(FakeLink):
-    """Delivers the worker's reports to `routes`."""
+    """Delivers the worker's reports to `router`."""
 
-    def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes, *, same_host: bool) -> None:
+    def __init__(self, cluster: SimulatedCluster, worker: _Worker, router: Router, *, same_host: bool) -> None:
         self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
         super().__init__(
             f"w{worker.number}",
@@ -215,12 +215,12 @@ class _Link(FakeLink):
             same_host=same_host,
             send=lambda message: self.to_worker.send(lambda: self._received(message)),
         )
-        self.listener = routes.joined
+        self.router = router
         self.join()
         receive: Callable[[Any], object] = self.worker.reports.received
         if cluster.meter is not None:
-            routed: Any = self.reports
-            receive, routed.changed = cluster.meter.receiving(receive), cluster.meter.applying(routed.changed)
+            reports: Any = self.worker.reports
+            receive, reports.apply = cluster.meter.receiving(receive), cluster.meter.applying(reports.apply)
         self._session = SessionReports(
             cast("Any", worker),
             cast("Any", _Connection(self.to_gateway, receive)),
@@ -252,7 +252,7 @@ class _Gateway:
         self._routes = Routes(self.router, WorkerPool([]), metrics)
 
     def connect(self, worker: _Worker) -> None:
-        link = _Link(self._cluster, worker, self._routes, same_host=worker.host is self.host)
+        link = _Link(self._cluster, worker, self.router, same_host=worker.host is self.host)
         self._links[link.name] = link, worker
 
     def arrive(self, turn: Turn) -> None:

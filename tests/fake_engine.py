@@ -169,10 +169,6 @@ class FakeEngine:
     def embedding_counts(self) -> EmbeddingCounts:
         return EmbeddingCounts(loaded=self.num_loaded, encoded=self.num_encoded)
 
-    @property
-    def longest_embedding_step_s(self) -> float:
-        return 0.0
-
     def loads(self) -> list[WorkerLoad]:
         return [WorkerLoad(num_running=self.num_reading)]
 

@@ -91,7 +91,7 @@ def _of_worker() -> list[Metric]:
         return None
 
     worker = SimpleNamespace(is_stalled=False, has_arena=True, memory=lambda: {"worker": 1}, exposed_store=no_store)
-    engine = SimpleNamespace(longest_embedding_step_s=0.0, embedding_counts=EmbeddingCounts())
+    engine = SimpleNamespace(embedding_counts=EmbeddingCounts())
     server = SimpleNamespace(num_gateways=1, num_in_flight=0)
     status = WorkerStatus(worker, engine, server)
     asyncio.run(status.refresh())

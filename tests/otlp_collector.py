@@ -22,7 +22,6 @@ class ReceivedSpan:
         self.trace_id, self.span_id, self.parent_id = span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()
         self.start_ns, self.end_ns = span.start_time_unix_nano, span.end_time_unix_nano
         self.status = (span.status.code, span.status.message)
-        self.links = [link.span_id.hex() for link in span.links]
         self.attributes = {each.key: _value(each.value) for each in span.attributes}
 
     def __repr__(self) -> str:

@@ -22,8 +22,6 @@ from medialane.vllm_bridge.engine.engine_request import RequestReader
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 NUM_AT_ONCE = 200
-#: A step of a large model on a GPU takes 10 ms or more.
-MAX_STEP_S = 0.01
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +170,7 @@ async def test_item_with_an_embedding_is_validated_like_any_other(vllm_engine, m
     assert await answer(vllm_engine, good, [use]) == expected
 
 
-async def test_embeddings_take_no_noticeable_time_of_a_step(vllm_engine, maker, host):
+async def test_embeddings_of_many_requests_at_once_are_saved_and_loaded(vllm_engine, maker, host):
     """Many requests at once: the scheduler asks about each of them."""
     prompts = [maker.inline(pixels(56, 56, 1000 + number)) for number in range(NUM_AT_ONCE)]
     uses = [[EmbeddingUse(host.reserved(prompt.features[0])[1], is_filled=False)] for prompt in prompts]
@@ -183,7 +181,6 @@ async def test_embeddings_take_no_noticeable_time_of_a_step(vllm_engine, maker, 
     filled = [[EmbeddingUse(use.tensor, is_filled=True)] for (use,) in uses]
     await asyncio.gather(*map(answer, repeat(vllm_engine), known, filled))
     assert await since(vllm_engine, before) == EmbeddingCounts(NUM_AT_ONCE, NUM_AT_ONCE, NUM_AT_ONCE)
-    assert 0 < vllm_engine.longest_embedding_step_s <= MAX_STEP_S
 
 
 async def test_clients_cannot_address_the_connector(vllm_engine, maker):

@@ -87,8 +87,8 @@ class Server:
         self._sock.bind(("127.0.0.1", 0))
         self.port = self._sock.getsockname()[1]
         self._app = App()
-        bounds = http_bounds(GatewayConfig(), max_headers=self._args.h11_max_header_count)
-        server_of = partial(BoundedServer, bounds=bounds)
+        bounds, max_headers = http_bounds(GatewayConfig()), self._args.h11_max_header_count
+        server_of = partial(BoundedServer, bounds=bounds, max_headers=max_headers)
         self._task = asyncio.create_task(
             serve_http(
                 self._app,

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from embedding_requests import nothing_is_held
 from medialane_process import START_S, kill, launch
-from openai_http import OpenAiHttp, chat, picture, text, video
+from openai_http import chat, picture, text, video
 from process_tree import descendants, suspended
 
 from host_state import store_link
@@ -21,10 +21,6 @@ ASK = text("What is in the picture?")
 #: Their headers are there within a second on a slow machine too: later ones of a burst may be refused.
 NUM_REQUESTS = 100
 STOPPED_S = 5
-#: After this, the figures of the workers include what was answered before.
-REPORTED_S = 3.0
-#: A step of a large model on a GPU takes 10 ms or more.
-MAX_STEP_S = 0.01
 
 
 class Encoder:
@@ -97,13 +93,6 @@ async def burst(client, seed, number=NUM_REQUESTS):
     return bodies, [answer.ids for answer in answers]
 
 
-async def longest_steps(metrics_port):
-    """How long embeddings have taken at most of a step of the scheduler, in each of the workers."""
-    await asyncio.sleep(REPORTED_S)  # time: a worker asks its engine for the figure every two seconds
-    pages = [await OpenAiHttp(f"http://127.0.0.1:{metrics_port + number}", "").metrics() for number in range(2)]
-    return [page.value("medialane_worker_embedding_step_seconds_max") for page in pages]
-
-
 async def test_burst_while_the_encoder_is_stopped_is_answered_by_the_workers(client, plain, encoder, store):
     before = await encoder.outcomes()
     with suspended(encoder.pid, *descendants(encoder.pid)):
@@ -123,9 +112,7 @@ async def test_burst_while_the_encoder_is_stopped_is_answered_by_the_workers(cli
     assert await encoder.num_encoded() == num_encoded + 1
 
 
-async def test_burst_while_the_encoder_is_killed_is_answered_by_the_workers(
-    client, plain, encoder, store, metrics_port
-):
+async def test_burst_while_the_encoder_is_killed_is_answered_by_the_workers(client, plain, encoder, store):
     before = await encoder.num_encoded()
     running = asyncio.create_task(burst(client, 20_000))
 
@@ -139,6 +126,5 @@ async def test_burst_while_the_encoder_is_killed_is_answered_by_the_workers(
     for n in (0, NUM_REQUESTS // 2, NUM_REQUESTS - 1):
         assert ids[n] == (await plain.succeed(bodies[n])).ids
     await nothing_is_held(store)
-    assert all(0 < longest_s <= MAX_STEP_S for longest_s in await longest_steps(metrics_port))
     assert "0 of 1 encoders are ready" in (await client.get("/health")).json["problems"]
     assert (await client.succeed(chat(picture(911), ASK))).ids == (await plain.succeed(chat(picture(911), ASK))).ids

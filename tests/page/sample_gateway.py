@@ -5,8 +5,6 @@ For what no test machine can run: a thousand workers, 500 requests a second. It 
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -34,7 +32,6 @@ class Scene:
 
     workers: int = 4
     rate: float = 6.0
-    hosts: int = 1
     stalled: int = 0
     slow_origin: bool = False
     failing: float = 0.0
@@ -116,11 +113,8 @@ RATES = (
     "failed",
     "items",
     "items_cached",
-    "items_shared",
     "prompt_tokens",
-    "cached_tokens",
     "generated_tokens",
-    "media_bytes",
     "ttft_p50_ms",
     "ttft_p95_ms",
 )
@@ -131,7 +125,6 @@ class SampleGateway:
     scene: Scene
     seed: int = 1
     requests: list[Request] = field(default_factory=list)
-    num_streams: int = 0
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -249,7 +242,6 @@ class SampleGateway:
             "model": "Qwen/Qwen2.5-VL-72B-Instruct",
             "window_s": 60,
             "gateways": [{**gateway, "health": "degraded" if problems else "ok", "problems": problems}],
-            "hosts": [self._host(number) for number in range(scene.hosts)],
             "store": self._store(),
             "workers": _group(workers),
             "encoders": _group([]),
@@ -280,66 +272,55 @@ class SampleGateway:
         stalled = number < self.scene.stalled
         return {
             "name": name,
-            "host": "" if self.scene.hosts < 2 else f"host-{number % self.scene.hosts}",
             "role": "worker",
             "state": "stalled" if stalled else "ready",
-            "reached_by": ["0"],
-            "ranks": 1,
             "running": len(live) - len(waits) // 2,
             "waiting": len(waits) // 2,
             "in_flight": len(live),
-            "max_running": 256,
             "kv_usage": min(0.99, 0.05 + 0.03 * len(live) + (number * 37 % 100) / 160),
-            "kv_blocks": 13107,
             "encoder_cache": {"used": 8192, "size": 16384},
             "transport": "shm",
             "requests": len(mine),
-            "failed": sum(view["error"] is not None for view in mine),
             "first_token_p50_ms": first[len(first) // 2] if first else None,
             "first_token_p95_ms": first[int(len(first) * 0.95)] if first else None,
             "oldest_ms": max(waits, default=None),
         }
 
-    def _host(self, number: int) -> dict[str, Any]:
-        share = self.scene.workers // self.scene.hosts
-        own = not number
-        return {
-            "name": "" if own else f"host-{number}",
-            "own": own,
-            "workers": share,
-            "ready": share,
-            "encoders": 0,
-            "store": "gateway's" if own else "own",
-        }
-
     def _store(self) -> dict[str, Any]:
         size, full, late = 8 << 30, 0.98 if self.scene.failing else 0.6, 12 if self.scene.failing else 0
-        kinds = {"encoded": 0.08, "decoded": 0.0, "features": 0.7, "embeddings": 0.2}
+        kinds = {"encoded": 0.08, "decoded": 0.0, "processed": 0.7, "embedded": 0.2}
         return {
             "state": "ready",
             "problem": None,
             "arena": {
                 "size_bytes": size,
                 "free_bytes": int(size * (1 - full)),
-                "held_bytes": int(size * 0.11),
+                "largest_hole_bytes": 1 << 20,
                 "writing_bytes": 0,
-                "entries": 812,
-                "evictions": 3,
-                "kinds": {kind: int(size * share * full) for kind, share in kinds.items()},
+                "published_bytes": int(size * full),
+                "pinned_bytes": int(size * 0.11),
+                **{f"{kind}_bytes": int(size * share * full) for kind, share in kinds.items()},
+                "num_reservations": 0,
+                "num_entries": 812,
+                "num_leases": 20,
+                "num_hits": 5000,
+                "num_misses": 900,
+                "num_evictions": 3,
             },
             "preparers": {
-                "num": 7,
-                "alive": 7,
-                "busy": 7 if late else 2,
-                "queued": late,
+                "num_preparers": 7,
+                "num_alive": 7,
+                "num_busy": 7 if late else 2,
+                "num_queued": late,
+                "num_restarts": 0,
+                "num_forkserver_restarts": 0,
+                "num_done": 90210,
+                "num_failed": 2,
                 "queue_s": late / 5,
-                "restarts": 0,
-                "done": 90210,
-                "failed": 2,
             },
-            "kept": {"leases": 0, "bytes": 0, "max_bytes": 1 << 30},
+            "kept": {"num_leases": 0, "num_bytes": 0, "max_bytes": 1 << 30},
             "copied": {},
-            "memory_bytes": {"store": 123 << 20, "preparers": 2 << 30},
+            "memory_bytes": {"store": 123 << 20, "preparer": 2 << 30},
         }
 
     def _rates(self, now: float) -> dict[str, Any]:
@@ -349,8 +330,7 @@ class SampleGateway:
             requests = int(scene.rate * STEP_S * chance.uniform(0.8, 1.2))
             row = (
                 *(requests, int(requests * scene.failing * chance.random() * 2), int(requests * 0.9)),
-                *(int(requests * chance.uniform(0.6, 0.75)), int(requests * 0.05), requests * 600, requests * 200),
-                *(requests * 40, requests * 500_000),
+                *(int(requests * chance.uniform(0.65, 0.8)), requests * 600, requests * 40),
                 *((chance.uniform(150, 220), chance.uniform(300, 900)) if requests else (None, None)),
             )
             for name, value in zip(RATES, row, strict=True):
@@ -381,7 +361,6 @@ class SampleGateway:
                     "status": view["status"],
                     "num": 0,
                     **view["error"],
-                    "tenants": [view["tenant"]],
                     "last_request": view["id"],
                 }
                 row = found.setdefault(view["error"]["code"], row)
@@ -418,12 +397,10 @@ def _sender(name: str, views: list[dict[str, Any]], items: list[dict[str, Any]],
     return {
         "name": name,
         "requests": len(views),
-        "failed": sum(view["error"] is not None for view in views),
         "live": sum(view["stage"] is not None for view in views),
         "items": len(items),
         "new": sum(item["outcome"] == "new" for item in items),
         "p50_ms": times[len(times) // 2] if times else None,
-        "p95_ms": times[int(0.95 * len(times))] if times else None,
         "oldest_ms": None,
         "prepare_ms": sum(
             each["stages_ms"].get(step, 0)
@@ -431,7 +408,6 @@ def _sender(name: str, views: list[dict[str, Any]], items: list[dict[str, Any]],
             if each["outcome"] == "new"
             for step in ("decode", "process")
         ),
-        "tenants": sorted({view["tenant"] for view in views}),
     }
 
 
@@ -440,18 +416,17 @@ def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "num": len(rows),
         "states": {state: states.count(state) for state in dict.fromkeys(states)},
-        **{name: sum(row[name] for row in rows) for name in ("running", "waiting", "in_flight")},
-        "kv_usage": 0.4 if rows else None,
+        **{name: sum(row[name] for row in rows) for name in ("running", "waiting")},
         "listed": rows[:100],
     }
 
 
-def _stages(live: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"stage": stage, "num": len(here), "oldest_ms": max(view["stages_ms"].get(stage, 0) for view in here)}
+def _stages(live: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        stage: {"num": len(here), "oldest_ms": max(view["stages_ms"].get(stage, 0) for view in here)}
         for stage in dict.fromkeys(view["stage"] for view in live)
         if (here := [view for view in live if view["stage"] == stage])
-    ]
+    }
 
 
 def _wants(view: dict[str, Any], wanted: Mapping[str, str]) -> bool:
@@ -498,10 +473,8 @@ class SampleServer:
     async def served(self, port: int = 0) -> AsyncIterator[SampleServer]:
         app = web.Application()
         app.router.add_get("/medialane/state", self._state)
-        app.router.add_get("/medialane/state/stream", self._stream)
         app.router.add_get("/medialane/requests", self._requests)
         app.router.add_get("/medialane/requests/{id}", self._request)
-        app.router.add_post("/medialane/login", self._login)
         app.router.add_get("/medialane/{name:.*}", self._file)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -518,16 +491,9 @@ class SampleServer:
         return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], headers=headers)
 
     def _refused(self, request: web.Request) -> web.Response | None:
-        if self.key and request.cookies.get("medialane") != self.key:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"code": "unauthorized"}}, status=401)
         return None
-
-    async def _login(self, request: web.Request) -> web.Response:
-        if (await request.json())["key"] != self.key:
-            return web.json_response({"error": {"code": "unauthorized"}}, status=401)
-        response = web.Response(status=204)
-        response.set_cookie("medialane", self.key, httponly=True, samesite="Strict")
-        return response
 
     async def _state(self, request: web.Request) -> web.Response:
         return self._refused(request) or web.json_response(self._document())
@@ -543,7 +509,8 @@ class SampleServer:
         return {"models": views}
 
     async def _request(self, request: web.Request) -> web.Response:
-        view = self.gateway.find(request.match_info["id"])
+        gateway = self.models.get(request.query.get("model", ""), self.gateway)
+        view = gateway and gateway.find(request.match_info["id"])
         return (
             web.json_response(view) if view else web.json_response({"error": {"code": "unknown_request"}}, status=404)
         )
@@ -555,12 +522,3 @@ class SampleServer:
             del query["model"]
         views = gateway.latest(time.time(), query) if gateway else []
         return self._refused(request) or web.json_response({"requests": views, "gateways_missing": []})
-
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        if refused := self._refused(request):
-            return refused
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        while True:
-            await response.write(f"event: state\ndata: {json.dumps(self._document())}\n\n".encode())
-            await asyncio.sleep(1)  # time: as often as a gateway

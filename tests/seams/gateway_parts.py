@@ -79,10 +79,8 @@ class Uncounted:
     def has_counted(self, ref: MediaRef) -> bool:
         return True
 
-    def processed_bytes(self, ref: MediaRef) -> int:
+    def num_bytes(self, ref: MediaRef, form: str) -> int:
         return 0
-
-    decoded_bytes = processed_bytes
 
     def missing(self) -> None:
         """Let every item be prepared."""

@@ -21,16 +21,17 @@ from types import SimpleNamespace
 import msgspec
 from gates import PULL, Gates
 
-from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
+from medialane.cluster import ProcessSpec, SocketExists, Supervisor
 from medialane.config import ClusterConfig, load_config
 from medialane.runtime.phase import watched
 from medialane.runtime.stop import stopped_by_signals
 from medialane.types.errors import MedialaneError
-from medialane.types.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
+from medialane.types.feature import EmbeddingUse, MediaPrompt, StagedItem
 from medialane.types.media import MediaRef
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.wire import RpcConfig
 from medialane.worker import serve_worker
+from supervised import running
 
 GATEWAYS = ("gateway-0", "gateway-1")
 WORKERS = ("worker-0", "worker-1")
@@ -206,7 +207,7 @@ async def gateway(folder: Path, name: str) -> int:
     gates = Gates(folder)
 
     class GatedFeatures(StoreFeatures):
-        async def processed(self, ref: MediaRef, *arguments, **options) -> FoundItem[Feature]:
+        async def processed(self, ref: MediaRef, *arguments, **options) -> StagedItem:
             await gates.passed("before find")
             return await super().processed(ref, *arguments, **options)
 

@@ -7,7 +7,6 @@ from gateway_parts import FakeWorker, Parts, request
 from prometheus_client import Counter, generate_latest
 
 from medialane.gateway import WorkerScrape, open_scope
-from medialane.gateway.http import MIN_INTERVAL_S
 from medialane.observability import engine_metrics
 from medialane.types.admin import IsSleeping, ResetPrefixCache, Sleep
 from medialane.types.errors import AdminCallIncomplete, GenerationFailed
@@ -59,14 +58,12 @@ async def test_router_forgets_the_blocks_of_a_reset_cache(parts):
 
 class Scraper:
     def __init__(self, parts):
-        self.now = 0.0
-        self._scrape = WorkerScrape(parts.links, clock=lambda: self.now)
+        self._scrape = WorkerScrape(parts.links)
         self._registry = parts.registry
         parts.metrics.watch(lambda: engine_metrics(self._scrape.mirrors()))
 
     async def value(self, worker):
         """The worker's `vllm:prompt_tokens_total` at the gateway; None if absent."""
-        self.now += MIN_INTERVAL_S
         await self._scrape.refresh()
         generate_latest(self._registry)
         labels = {"engine": "0", "worker": worker.address}

@@ -106,6 +106,7 @@ async def answer(parts, *images, **params):
     with open_scope() as scope:
         media = prompt(*(images or [png()]))
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
+        scope.record.received(media.items, model=None, streams=False)
         tokens = await parts.answer(media, **params)
         report = json.loads(request_report(scope.record))
     return tokens, [item.get("embedding") for item in report["items"]]

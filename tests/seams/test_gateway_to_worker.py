@@ -41,7 +41,7 @@ from medialane.types.media import Alias, MediaRef, MediaSize
 from medialane.types.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.types.stage import STAGES
 from medialane.types.tensor import InlineTensor
-from medialane.worker.host_arena import Receiver
+from medialane.worker.media import Receiver
 from waiting import eventually, iterations
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

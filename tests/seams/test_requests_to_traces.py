@@ -148,12 +148,10 @@ async def test_attributes_say_what_was_done_and_nothing_of_the_content(parts, co
     predicted = [route["medialane.routing.cached_tokens"] for route in routes]
     assert predicted == [route["medialane.routing.engine_cached_tokens"] for route in routes]
     assert all(route["medialane.routing.cost_ms"] >= 0 for route in routes)
-    assert {routes[0]["medialane.routing.worker"], routes[0]["medialane.routing.runner_up.worker"]} == {
-        worker.address for worker in parts.workers
-    }
+    assert routes[0]["medialane.routing.worker"] in {worker.address for worker in parts.workers}
 
 
-async def test_an_attempt_after_a_lost_worker_is_linked_to_the_one_before(parts, workers, collector):
+async def test_an_attempt_after_a_lost_worker_is_a_span_beside_the_one_before(parts, workers, collector):
     async def lose_one():
         wanted = request("r", [1, 2, 3], max_tokens=12, token_s=0.02)
         deltas = parts.gateway.generate(wanted, None, FakeContinuable(wanted.sampling_params))
@@ -169,7 +167,7 @@ async def test_an_attempt_after_a_lost_worker_is_linked_to_the_one_before(parts,
     (root,), (first, second) = collector.named("chat tiny"), collector.children(collector.named("chat tiny")[0])[1::2]
     assert (first.name, second.name) == ("medialane.attempt", "medialane.attempt")
     assert (first.status, first.attributes["error.type"]) == ((ERROR, "worker_lost"), "worker_lost")
-    assert (first.links, second.links, second.status) == ([], [first.span_id], (0, ""))
+    assert second.status == (0, "")
     assert first.attributes["medialane.worker"] != second.attributes["medialane.worker"]
     assert (root.status, root.attributes["gen_ai.usage.output_tokens"]) == ((0, ""), 12)
 

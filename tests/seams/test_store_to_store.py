@@ -95,6 +95,7 @@ async def answer_and_report(parts, media):
     """The answer, and what its report says about the transfer: stage, transport, movers."""
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
+        scope.record.received(media.items, model=None, streams=False)
         answer = await parts.answer(media)
         report = json.loads(request_report(scope.record))
     return answer, (report["stage"], report["transport"], *report.get("movers", ()))

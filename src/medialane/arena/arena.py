@@ -11,9 +11,9 @@ import zlib
 from typing import Any, Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import Entry, EntryTable, HoldLog
+from medialane.arena.entries import Entry, EntryTable, HoldLog, State
 from medialane.arena.file import ArenaFile
-from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, State, encode_record, read_entries
+from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, encode_record, read_entries
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
 from medialane.arena.locks import ClientSlot, new_slot
@@ -149,7 +149,8 @@ class Arena:
         self._file.path.unlink(missing_ok=True)
 
     def claim(self, range: ArenaRange) -> Lease[Cached | None] | None:  # noqa: A002 - the types' own name
-        """Lease the entry at this range, which a client of an earlier owner holds. None if there is none."""
+        """Lease the entry at this range, held or not. None if there is none. The caller owns the lease, which has a
+        value if the entry is cached."""
         pinned = self._table.pin_range(range)
         return None if pinned is None else Lease(self._table, *pinned)
 
@@ -233,15 +234,10 @@ class Arena:
         found = self._table.lookup(key, kind)
         return None if found is None else Lease(self._table, *found)
 
-    def share(self, range: ArenaRange) -> Lease[None] | None:  # noqa: A002 - the types' own name
-        """Return another lease on an entry that is leased already; None if it is not. The caller owns the lease."""
-        entry = self._table.pin_held(range)
-        return None if entry is None else Lease(self._table, entry, None)
-
-    def share_cached(self, range: ArenaRange, key: str, kind: EntryKind) -> Lease[Cached] | None:  # noqa: A002 - as above
-        """Lease the entry of `key` if it is the one at `range`. The caller owns the lease."""
-        found = self._table.pin_cached(range, key, kind)
-        return None if found is None else Lease(self._table, *found)
+    def share(self, range: ArenaRange) -> Lease[Cached | None] | None:  # noqa: A002 - as above
+        """As `claim`, for an entry that is leased already; None if it is not."""
+        pinned = self._table.pin_held(range)
+        return None if pinned is None else Lease(self._table, *pinned)
 
     def key_of(self, range: ArenaRange) -> tuple[EntryKind, str] | None:  # noqa: A002 - as above
         """Return the kind and key of a cached entry that is leased; None if there is none at `range`."""

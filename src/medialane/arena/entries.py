@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from heapq import merge
 from itertools import count, islice
 from types import MappingProxyType
@@ -48,10 +48,14 @@ _NOT_FREE = "no memory for media is free at the moment"
 _OWN_FRAMES = 2
 
 
-class EntryState(Enum):
-    WRITING = "writing"
-    PUBLISHED = "published"
-    FREED = "freed"
+class State(IntEnum):
+    """Of an entry, in the table and in the index of the file."""
+
+    FREED = 0
+    WRITING = 1
+    #: In the index, with the record of what it will be.
+    NOTED = 2
+    PUBLISHED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +65,7 @@ class Entry:
     range: ArenaRange
     size: int
     kind: EntryKind = "processed"
-    state: EntryState = EntryState.WRITING
+    state: State = State.WRITING
     key: str | None = None
     pins: int = 0
     last_use: int = 0
@@ -153,7 +157,7 @@ class EntryTable(Generic[V]):
         for entry in writing:
             self._hold_writing(entry)
         for entry, key, value in published:
-            entry.state = EntryState.PUBLISHED
+            entry.state = State.PUBLISHED
             self._kind_bytes[entry.kind] += entry.size
             if value is None:
                 self._unclaimed[entry.range.generation] = entry
@@ -200,7 +204,7 @@ class EntryTable(Generic[V]):
         if (found := self._by_key.get((entry.kind, key))) is not None:
             self._free(entry)
         else:
-            entry.state, entry.key = EntryState.PUBLISHED, key
+            entry.state, entry.key = State.PUBLISHED, key
             found = self._by_key[entry.kind, key] = (entry, value)
         self.pin(found[0])
         return found
@@ -208,7 +212,7 @@ class EntryTable(Generic[V]):
     def keep(self, entry: Entry) -> None:
         """Pin `entry` without caching it: it is freed when its last pin ends."""
         self._end_writing(entry)
-        entry.state = EntryState.PUBLISHED
+        entry.state = State.PUBLISHED
         self.pin(entry)
 
     def lookup(self, key: str, kind: EntryKind = "processed") -> tuple[Entry, V] | None:
@@ -226,24 +230,13 @@ class EntryTable(Generic[V]):
         """Return whether `key` is cached, without counting as a use of the entry."""
         return (kind, key) in self._by_key
 
-    def pin_held(self, range_: ArenaRange) -> Entry | None:
-        """Add a pin to the published entry at `range_`, which must already have one; None otherwise."""
-        entry = self.held(range_)
-        if entry is not None:
-            self.pin(entry)
-        return entry
-
-    def pin_cached(self, range_: ArenaRange, key: str, kind: EntryKind) -> tuple[Entry, V] | None:
-        """Pin the entry of `key` if it is the one at `range_`; None otherwise. Not counted as a hit or a miss."""
-        found = self._by_key.get((kind, key))
-        if found is None or found[0].range != range_:
-            return None
-        self.pin(found[0])
-        return found
+    def pin_held(self, range_: ArenaRange) -> tuple[Entry, V | None] | None:
+        """As `pin_range`, for an entry that must already have a pin; None otherwise."""
+        return None if self.held(range_) is None else self.pin_range(range_)
 
     def pin_range(self, range_: ArenaRange) -> tuple[Entry, V | None] | None:
         """Pin the published entry at `range_`, held or not, and return it with its value if it is cached; None if there
-        is none."""
+        is none. Not counted as a hit or a miss."""
         idle = (self._idle[kind].get(range_.offset - self._start) for kind in KINDS)
         others = (*idle, self._unclaimed.get(range_.generation))
         entry = self.held(range_) or next((entry for entry in others if entry is not None), None)
@@ -255,13 +248,13 @@ class EntryTable(Generic[V]):
     def held(self, range_: ArenaRange) -> Entry | None:
         """Return the published entry at `range_` if it is pinned."""
         entry = self._held.get(range_.generation)
-        is_it = entry is not None and entry.range == range_ and entry.state is EntryState.PUBLISHED
+        is_it = entry is not None and entry.range == range_ and entry.state is State.PUBLISHED
         return entry if is_it else None
 
     def pin(self, entry: Entry) -> None:
         """Add a pin to a published entry. Raises RuntimeError for other entries."""
-        if entry.state is not EntryState.PUBLISHED:
-            raise RuntimeError(f"entry {entry.range} is {entry.state.value}")
+        if entry.state is not State.PUBLISHED:
+            raise RuntimeError(f"entry {entry.range} is {entry.state.name.lower()}")
         if entry.pins == 0:
             self._held[entry.range.generation] = entry
             self._places.take(entry.range.generation)
@@ -399,7 +392,7 @@ class EntryTable(Generic[V]):
         self._kind_bytes[entry.kind] += entry.size
 
     def _check_writing(self, entry: Entry) -> None:
-        if self._held.get(entry.range.generation) is not entry or entry.state is not EntryState.WRITING:
+        if self._held.get(entry.range.generation) is not entry or entry.state is not State.WRITING:
             raise RuntimeError(f"entry {entry.range} is not being written here")
 
     def _end_writing(self, entry: Entry) -> None:
@@ -409,7 +402,7 @@ class EntryTable(Generic[V]):
         self._writing_bytes -= entry.size
 
     def _free(self, entry: Entry) -> None:
-        entry.state = EntryState.FREED
+        entry.state = State.FREED
         if entry.key is not None:
             del self._by_key[entry.kind, entry.key]
         self._kind_bytes[entry.kind] -= entry.size
@@ -439,7 +432,7 @@ class HoldLog:
                 size_bytes=entry.size,
                 kind=entry.kind,
                 key=entry.key or "",
-                state=entry.state.value,
+                state=entry.state.name.lower(),
                 taker=taker,
                 call_site=at,
                 age_s=now - since,

@@ -28,12 +28,11 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import msgspec
 
-from medialane.arena.entries import KINDS, Entry
+from medialane.arena.entries import KINDS, Entry, State
 from medialane.arena.layout import ENTRY_HEADER_BYTES, GENERATION_WORD, PAGE_BYTES, is_valid, is_well_formed
 from medialane.arena.lease import Cached
 from medialane.arena.view import ArenaView
@@ -71,15 +70,6 @@ _ENCODER = msgspec.msgpack.Encoder()
 _ENCODED = msgspec.msgpack.Decoder(tuple[str, EncodedMedia])
 
 _FEATURE = msgspec.msgpack.Decoder(tuple[str, Feature])
-
-
-class State(IntEnum):
-    """What an entry is, as in `entries.EntryState`. The higher one of two counts: an owner was killed on the way."""
-
-    WRITING = 1
-    #: With the record of what it will be.
-    NOTED = 2
-    PUBLISHED = 3
 
 
 class Indexed(NamedTuple):
@@ -198,7 +188,7 @@ class Index:
         offset, nbytes, size, what, writer, record_bytes = words
         if checksums & 0xFFFF_FFFF != self._checksum(generation, words, checksums >> 32):
             raise ValueError("a slot of its index is damaged")
-        if not 0 < generation <= self._ceiling or what >> 8 >= len(KINDS):
+        if not 0 < generation <= self._ceiling or what >> 8 >= len(KINDS) or not what & 0xFF:
             raise ValueError("a slot of its index is impossible")
         range_ = ArenaRange(self._arena, offset, nbytes, generation)
         return Indexed(range_, size, KINDS[what >> 8], State(what & 0xFF), writer, record_bytes, checksums >> 32)
@@ -217,7 +207,8 @@ class Index:
 
 
 def _is_later(entry: Indexed, other: Indexed) -> bool:
-    """Of two slots of one entry: the later state, and of two that are being written the one that was trimmed."""
+    """Return which of two slots of one entry counts, between which an owner was killed: the one with the higher state,
+    and of two that are being written the one that was trimmed."""
     return (entry.state, -entry.range.nbytes) > (other.state, -other.range.nbytes)
 
 

@@ -22,13 +22,12 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, as_environ, foreign_environ, load_config, process_environ, vllm_defaults
 from medialane.gateway import metrics_key
-from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.media import items_named
-from medialane.tools.check.results import CheckReport, encode
+from medialane.tools.check.results import CheckReport, encode, show
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import CheckProgress, CheckSetup
-from medialane.tools.check.tensors import TensorReport, compare_tensors
+from medialane.tools.check.tensors import TensorReport, compare_tensors, show_tensors
 from medialane.types.errors import StartupFailed
 
 EXIT_INTERRUPTED = 130
@@ -151,19 +150,12 @@ def _check_words(words: Sequence[str], *, tensors: bool) -> None:
 
 
 def _setup(args: argparse.Namespace, config: Config, logs: Path) -> CheckSetup:
-    plain, own = launch_environs(args, config, num_workers=2 if args.at_once else 1)
     return CheckSetup(
-        model=args.model,
-        vllm_args=args.vllm_args,
-        environ=plain,
-        own_environ=own,
-        metrics_key=metrics_key(config.gateway),
-        logs=logs,
+        **launch_settings(args, config, logs, num_workers=2 if args.at_once else 1),
         only=args.only,
         essential=args.quick,
         at_once=args.at_once,
         tolerance=args.tolerance,
-        start_s=config.cluster.start_timeout_s,
     )
 
 
@@ -182,17 +174,23 @@ def check_launch(args: argparse.Namespace, config: Config) -> None:
         raise StartupFailed("both servers run on this host: leave out --ray and --workers 0")
 
 
-def launch_environs(
-    args: argparse.Namespace, config: Config, *, num_workers: int = 1
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the environments of plain vLLM and of medialane. `num_workers` is how many engines share the machine."""
+def launch_settings(args: argparse.Namespace, config: Config, logs: Path, *, num_workers: int = 1) -> dict[str, Any]:
+    """Return the fields of `Launch`. `num_workers` is how many engines share the machine."""
     environ = process_environ()
     on_gpu = bool(find_hardware(environ).gpus)
     defaults = vllm_defaults(args.model, args.vllm_args, on_gpu=on_gpu, num_workers=num_workers)
     # One key, which the client sends to both.
     key = {"VLLM_API_KEY": config.gateway.api_keys[0]} if config.gateway.api_keys else {}
-    # What the flags and the file of settings say wins in the server as it does here. What is compared is no traffic.
-    return defaults | foreign_environ(environ) | key, defaults | environ | as_environ(config) | {"MEDIALANE_RECORD": ""}
+    return {
+        "model": args.model,
+        "vllm_args": args.vllm_args,
+        "environ": defaults | foreign_environ(environ) | key,
+        # What the flags and the file of settings say wins in the server as it does here. A comparison is no traffic.
+        "own_environ": defaults | environ | as_environ(config) | {"MEDIALANE_RECORD": ""},
+        "metrics_key": metrics_key(config.gateway),
+        "logs": logs,
+        "start_s": config.cluster.start_timeout_s,
+    }
 
 
 @contextmanager

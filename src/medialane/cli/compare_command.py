@@ -10,12 +10,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from medialane.cli.check_command import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
+from medialane.cli.check_command import EXIT_INTERRUPTED, check_launch, launch_settings, logs_folder, until_signal
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.config import load_config, process_environ
-from medialane.gateway import metrics_key
 from medialane.runtime.host import machine
 from medialane.tools.check.servers import CheckProgress, Launch
 from medialane.tools.compare import (
@@ -96,16 +95,7 @@ def run(args: argparse.Namespace) -> int:
     progress = CheckProgress(Console(stderr=True, highlight=False))
     progress.note(f"{len(traffic.requests)} requests ({traffic.format})")
     with logs_folder(args.logs) as logs:
-        plain, own = launch_environs(args, config)
-        launch = Launch(
-            model=args.model,
-            vllm_args=args.vllm_args,
-            environ=plain,
-            own_environ=own,
-            metrics_key=metrics_key(config.gateway),
-            logs=logs,
-            start_s=config.cluster.start_timeout_s,
-        )
+        launch = Launch(**launch_settings(args, config, logs))
         comparison = TrafficComparison(
             traffic=traffic,
             sides=sides_of(args.against, launch, progress),

@@ -247,7 +247,8 @@ class _Gateway:
         def server_of(of_vllm: uvicorn.Config) -> BoundedServer:
             server = BoundedServer(
                 of_vllm,
-                bounds=http_bounds(config.gateway, max_headers=self._frontend.max_headers),
+                bounds=http_bounds(config.gateway),
+                max_headers=self._frontend.max_headers,
                 is_behind_router=self._socket.family == socket.AF_UNIX,
                 on_listening=lambda: show_ready(str(self._health())),
             )
@@ -434,9 +435,7 @@ class _Gateway:
             router=self._router,
             store=self._store if self._frontend.takes_media else None,
             health=health,
-            keys=self._keys,
             ask_others=ask_others,
-            is_stopping=is_stopping,
         )
         actions["GET /medialane/decisions"] = operators.decisions
         endpoints: dict[str, Any] = dict(media.routes) if self._frontend.takes_media else {}

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source
+from medialane.cli.serving import enter_role
 from medialane.cluster.local import check_join_listen, check_port
-from medialane.cluster.placement import find_hardware
-from medialane.cluster.preflight import check_start
-from medialane.config import Config, SectionName, enter_environ, process_environ
+from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import AccessKeys, client_keys
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
@@ -88,12 +87,9 @@ def run(args: argparse.Namespace) -> int:
     )
     _check_addresses(config, args)
     AccessKeys.load(config.gateway)
-    environ = process_environ()
-    check_api_key(config, environ)
-    check_start(args.model, args.vllm_args, environ)
+    check_api_key(config, process_environ())
     logger.info("%s", installed_kinds().line())
-    on_gpu = bool(find_hardware(environ).gpus)
-    enter_environ(config, "gateway", args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN | log.environ())
+    enter_role(config, "gateway", args, _OWN | log.environ())
     enter_phase("importing vLLM")
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported

@@ -83,11 +83,10 @@ async def serve(
                 config.gateway,
                 max_body_bytes=config.media.max_body_bytes,
                 root_path=flag_value(http_flags, "--root-path") or "",
-                is_stopping=stop.asked.is_set,
             )
             max_headers = int(flag_value(http_flags, "--h11-max-header-count") or MAX_HEADERS)
-            bounds = http_bounds(config.gateway, max_headers=max_headers, files_each=2)
-            server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds)
+            bounds = http_bounds(config.gateway, files_each=2)
+            server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds, max_headers=max_headers)
             reloading.files.append(server.read_certificate)
             drain_s = config.stop.drain_timeout_s
             try:

@@ -8,7 +8,6 @@ import json
 import logging
 import shlex
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
 from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup
-from medialane.cluster import Observer, ProcessSpec, Supervisor, local, model_groups
+from medialane.cluster import Observer, Supervisor, local, model_groups
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
 from medialane.cluster.process_log import LogFolder
@@ -163,7 +162,11 @@ def run_here(
         # gateways restart: the queue of accepted connections ends with the last descriptor of the socket.
         bind_http(config.server.host, config.server.port) as listener,
     ):
-        specs = _specs(config, reloading, args, groups, folder=folder.path, environ=environ, listener=listener)
+        here = local.HostRun(folder.path, find_hardware(environ), environ, listener, reloading.flags)
+        if groups:
+            specs = model_groups.process_specs(groups, config, args.vllm_args, here)
+        else:
+            specs = local.process_specs(config, args.model, args.vllm_args, here, store_socket=args.store_socket)
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
         announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
         announce_start = (lambda: None) if args.unannounced else partial(_say, config, announcement)
@@ -173,10 +176,10 @@ def run_here(
             progress = Progress(names, verbose=args.verbose, as_log=config.logging.format == "json")
 
             def make_supervisor() -> Supervisor | RemoteSupervisor:
-                here = Supervisor(specs, config=config.cluster, logs=logs.path, observer=progress)
+                own = Supervisor(specs, config=config.cluster, logs=logs.path, observer=progress)
                 if ray is None:
-                    return here
-                return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
+                    return own
+                return ray.supervisor(own, remote, progress, vllm_args=args.vllm_args)
 
             status = asyncio.run(_serve(make_supervisor, reloading, progress, announce_start))
             logs.keep = progress.has_failed
@@ -213,41 +216,6 @@ def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, s
         config.gateway, require_api_key=config.gateway.require_api_key or has_api_key(config, environ)
     )
     return msgspec.structs.replace(config, gateway=gateway)
-
-
-def _specs(
-    config: Config,
-    reloading: Reloading,
-    args: argparse.Namespace,
-    groups: Sequence[ModelGroup],
-    *,
-    folder: Path,
-    environ: Mapping[str, str],
-    listener: socket.socket,
-) -> list[ProcessSpec]:
-    hardware = find_hardware(environ)
-    if groups:
-        return model_groups.process_specs(
-            groups,
-            config,
-            args.vllm_args,
-            folder=folder,
-            hardware=hardware,
-            environ=environ,
-            listener=listener,
-            common_flags=reloading.flags,
-        )
-    return local.process_specs(
-        config,
-        args.model,
-        args.vllm_args,
-        folder=folder,
-        hardware=hardware,
-        environ=environ,
-        listener=listener,
-        store_socket=args.store_socket,
-        common_flags=reloading.flags,
-    )
 
 
 def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[ModelGroup], *, needs_key: bool) -> str:

@@ -1,5 +1,5 @@
-"""What the processes that serve have in common: tasks that they cannot serve without, the HTTP server's socket, and
-settings of CPython and glibc for event loops that handle payloads of megabytes.
+"""What the processes that serve have in common: their environment, tasks that they cannot serve without, the HTTP
+server's socket, and settings of CPython and glibc for event loops that handle payloads of megabytes.
 
 If an essential task ends unexpectedly, its process exits. Otherwise the server would return 503 forever while its
 service manager (our supervisor, systemd, Kubernetes) sees a live process; exiting lets it be restarted.
@@ -7,17 +7,20 @@ service manager (our supervisor, systemd, Kubernetes) sees a live process; exiti
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ctypes
 import logging
 import platform
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from medialane.config import ServerConfig
+from medialane.cluster.placement import find_hardware
+from medialane.cluster.preflight import check_start
+from medialane.config import Config, RoleName, ServerConfig, enter_environ, process_environ
 from medialane.runtime.tasks import first_of
 from medialane.wire.listener import bind_http, bind_unix, inherited
 
@@ -82,6 +85,15 @@ async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
     working = asyncio.ensure_future(work)
     await first_of(working, stop.wait())
     return None if working.cancelled() else working.result()
+
+
+def enter_role(config: Config, role: RoleName, args: argparse.Namespace, own: Mapping[str, str]) -> None:
+    """Check the model and vLLM's flags, and reduce this process's environment to that of its role, with the variables
+    `own` (`enter_environ`). Raises StartupFailed."""
+    environ = process_environ()
+    check_start(args.model, args.vllm_args, environ)
+    on_gpu = bool(find_hardware(environ).gpus)
+    enter_environ(config, role, args.model, args.vllm_args, on_gpu=on_gpu, own=own)
 
 
 def http_listener(config: ServerConfig, inherited_fd: int | None, path: Path | None = None) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from medialane.cli.workers import add_insecure, default_url, gateway_at
 from medialane.config import load_config
-from medialane.gateway import metrics_key, worker_host
+from medialane.gateway import metrics_key
 from medialane.store.client import StoreClient
 from medialane.store.messages import StoreHello, StoreStatus
 from medialane.types.errors import MedialaneError, StartupFailed
@@ -33,6 +34,8 @@ _KEY_FILES = ("metrics-key-file", "admin-key-file")
 _ONLY_GATEWAY = "0"
 #: What the transport to a worker says about the store of its host.
 _STORES = {"shm": "gateway's", "pull": "own", "inline": "none"}
+#: Names of workers: HOST/NUMBER, HOST/encoder-NUMBER, HOST:PORT and HOST:PID, or the address that they listen at.
+_HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/(?:encoder-)?\d+)?", re.ASCII)
 _Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
 
 _EPILOG = """\
@@ -110,7 +113,8 @@ async def _read_store(address: str) -> StoreStatus:
     hello = StoreHello(client_id=secrets.token_hex(16))
     try:
         async with asyncio.timeout(_STORE_TIMEOUT_S):
-            client = await StoreClient.connect(address, hello, RpcConfig())
+            client = StoreClient(RpcConfig())
+            await client.connect(address, hello)
             try:
                 await client.refresh(_STORE_TIMEOUT_S)
             finally:
@@ -183,6 +187,14 @@ def _show_store(console: Console, state: GatewayState) -> None:
 
 def _up(is_up: bool, otherwise: str) -> str:
     return "[green]ready[/]" if is_up else f"[red]{otherwise}[/]"
+
+
+def worker_host(name: str) -> str:
+    """Return the host of a worker, as far as its name has it; empty for a worker of the gateway's host."""
+    if name.startswith("unix:"):
+        return ""
+    match = _HOST.fullmatch(name)
+    return match["host"] if match else name
 
 
 class GatewayUp(msgspec.Struct, frozen=True):

@@ -23,13 +23,12 @@ from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
-from medialane.cli.serving import tune_process, unless_set
+from medialane.cli.serving import enter_role, tune_process, unless_set
 from medialane.cluster.child_process import NOT_NEEDED
 from medialane.cluster.model_hub import fetch_files, repositories
-from medialane.cluster.placement import find_hardware, installed_version
-from medialane.cluster.preflight import check_start
+from medialane.cluster.placement import installed_version
 from medialane.cluster.vllm_flags import flag_value, processor_flags
-from medialane.config import Config, SectionName, allowed_environ, enter_environ, process_environ, vllm_defaults
+from medialane.config import Config, SectionName, allowed_environ, process_environ, vllm_defaults
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.observability.logging import configure
@@ -121,11 +120,7 @@ def run(args: argparse.Namespace) -> int:
     check_listen(args.listen, "--listen", config.rpc)
     if config.store.peer_listen:
         check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
-    environ = process_environ()
-    check_start(args.model, args.vllm_args, environ)
-    # For the fork server of the preparers, which imports vllm.
-    on_gpu = bool(find_hardware(environ).gpus)
-    enter_environ(config, "store", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
+    enter_role(config, "store", args, log.environ())  # for the fork server of the preparers, which imports vllm
     return run_store(reloading, args.model, args.vllm_args, args.listen)
 
 

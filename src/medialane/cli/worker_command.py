@@ -19,12 +19,11 @@ import uvloop
 
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
+from medialane.cli.serving import enter_role
 from medialane.cluster.child_process import INTERPRETER, ChildProcess
 from medialane.cluster.local import check_join, check_metrics_ports
-from medialane.cluster.placement import find_hardware
-from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import ranks_per_worker
-from medialane.config import Config, SectionName, child_environ, enter_environ, process_environ
+from medialane.config import Config, SectionName, child_environ, process_environ
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
 from medialane.runtime.phase import enter_phase
@@ -118,10 +117,7 @@ def run(args: argparse.Namespace) -> int:
         _check_encoder(config, args)
     if args.engine == "simulated":
         return _run_simulated(reloading, args)
-    environ = process_environ()
-    check_start(args.model, args.vllm_args, environ)
-    on_gpu = bool(find_hardware(environ).gpus)
-    enter_environ(config, "worker", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
+    enter_role(config, "worker", args, log.environ())
     enter_phase("importing vLLM")
     probe.check("worker")
     return _run_vllm(reloading, args)

@@ -33,6 +33,7 @@ from medialane.cluster.warm import WarmProcess
 from medialane.runtime.heartbeat import TICK_S, HangWatch, HeartbeatPipe
 from medialane.runtime.linux import dies_with_this_process
 from medialane.runtime.resources import OomKills
+from medialane.runtime.stop import PidfdProcess
 
 _POLL_S = 0.02
 #: Within which a process that is ready answers a check.
@@ -161,10 +162,8 @@ class ChildProcess:
         self._watching = asyncio.create_task(self._end_if_it_hangs(), name=f"heartbeat of {process.pid}")
         self._started_at = started_at
         self._lifetime_s: float | None = None
-        self._ended = asyncio.Event()
         self._oom_kills = OomKills(process.pid)
-        self._descriptor = os.pidfd_open(process.pid)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
+        self._first = PidfdProcess(process.pid, os.pidfd_open(process.pid), self._on_end)
 
     @classmethod
     def spawn(
@@ -218,11 +217,11 @@ class ChildProcess:
 
     @property
     def ended(self) -> bool:
-        return self._ended.is_set()
+        return self._first.exited.is_set()
 
     async def wait(self) -> int:
         """Wait until the process has exited and its group is killed. Returns the exit status, -N for signal N."""
-        await self._ended.wait()
+        await self._first.exited.wait()
         self._watching.cancel()
         await asyncio.wait((self._watching,))
         try:
@@ -240,16 +239,13 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to the first process only."""
-        self._send(signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            self._first.send_signal(signal.SIGTERM)
 
     def hang_up(self) -> None:
         """Send SIGHUP to the first process only."""
-        self._send(signal.SIGHUP)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:  # not reaped: the pid cannot have been reused
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            self._first.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """Kill the whole group except its resource trackers, which `wait` ends."""
@@ -261,7 +257,7 @@ class ChildProcess:
         self.terminate()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
+                await self._first.exited.wait()
         except TimeoutError:
             pass  # killed below
         finally:
@@ -273,14 +269,11 @@ class ChildProcess:
         self.kill()
 
     def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        os.close(self._descriptor)
         self._lifetime_s = time.monotonic() - self._started_at
         self._oom_kills.close()
         self._watching.cancel()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._ended.set()
 
     async def _empty(self, timeout_s: float) -> None:
         with suppress(TimeoutError):

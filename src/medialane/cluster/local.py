@@ -44,11 +44,29 @@ _NUM_COMMAND_WORDS = len(INTERPRETER) + 2
 _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
 
 
-class ModelPlace(NamedTuple):
-    """One of several models on a host: the prefix of its processes' names, and how many engines the others have."""
+class HostRun(NamedTuple):
+    """One run on this host: the folder of its sockets, the hardware that it may use, and what its processes inherit:
+    variables of `environ`, and gateways, or the router before them, the socket `listener`. Store, workers, gateways and
+    router have the `common_flags`. One of several models on the host has a `label`, with which the names of its
+    processes begin; the others have `num_other_engines`."""
 
-    label: str
-    num_other_engines: int
+    folder: Path
+    hardware: Hardware
+    environ: Mapping[str, str]
+    listener: socket.socket | None = None
+    common_flags: Sequence[str] = ()
+    label: str = ""
+    num_other_engines: int = 0
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        """The descriptor of the listener, if there is one."""
+        return () if self.listener is None else (self.listener.fileno(),)
+
+    @property
+    def flags(self) -> list[str]:
+        """Those of processes that accept connections."""
+        return [*(word for fd in self.pass_fds for word in ("--listen-fd", str(fd))), *self.common_flags]
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -154,22 +172,14 @@ def process_specs(
     config: Config,
     model: str,
     vllm_args: Sequence[str],
+    run: HostRun,
     *,
-    folder: Path,
-    hardware: Hardware,
-    environ: Mapping[str, str],
-    listener: socket.socket | None = None,
     store_socket: Path | None = None,
-    common_flags: Sequence[str] = (),
-    place: ModelPlace | None = None,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the warm process, the store, the workers, the encoders and the gateways, with their
-    sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` the socket that gateways do,
-    `place` is for one of several models. Store, workers and gateways have the `common_flags`. With `config.cluster.ray`
-    there are no workers here, and the gateways let them join. Raises StartupFailed."""
-    engines, prefix = engines_of(config), ""
-    if place is not None:
-        engines, prefix = engines._replace(num_others=place.num_other_engines), f"{place.label} "
+    """Return the specifications of the warm process, the store, the workers, the encoders and the gateways. With
+    `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
+    folder, hardware, environ = run.folder, run.hardware, run.environ
+    engines, prefix = engines_of(config)._replace(num_others=run.num_other_engines), f"{run.label} ".lstrip()
     placements = (
         place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
         if engines.total
@@ -203,7 +213,9 @@ def process_specs(
     store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
         name=f"{prefix}store",
-        argv=command("store", model, ["--listen", f"unix:{store_socket}", *common_flags], processor_flags(vllm_args)),
+        argv=command(
+            "store", model, ["--listen", f"unix:{store_socket}", *run.common_flags], processor_flags(vllm_args)
+        ),
         environ=inherited("store"),
         ready=SocketExists(store_socket),
         is_ready_later=True,
@@ -228,7 +240,7 @@ def process_specs(
                     *("--listen", f"unix:{path}"),
                     *(("--role", "encoder") if i >= engines.num_workers else ()),
                     *store_flags,
-                    *common_flags,
+                    *run.common_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
                     *("--number", name.rpartition(" ")[2]),
                 ],
@@ -252,30 +264,28 @@ def process_specs(
     ]
     gateway = ProcessSpec(
         name=f"{prefix}gateway",
-        argv=command("gateway", model, [*addresses, *store_flags, *common_flags], vllm_args),
+        argv=command("gateway", model, [*run.flags, *addresses, *store_flags], vllm_args),
         environ=inherited("gateway"),
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=2,
         stop_timeout_s=config.stop.drain_timeout_s + _GATEWAY_STOP_S,
+        pass_fds=run.pass_fds,
         after=after,
         warm=forks,
         reloads=True,
     )
     first = [] if forks is None else [warm]
-    if listener is not None:
-        flags = ("--listen-fd", str(listener.fileno()))
-        gateway = replace(gateway, argv=_with_flags(gateway.argv, flags), pass_fds=(listener.fileno(),))
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     gateways = [gateway] if num_gateways == 1 else _sharing(gateway, folder, num_gateways=num_gateways)
-    if place is not None:
-        paths = http_sockets(config, folder, hardware)
+    if run.label:
+        paths = http_sockets(config, run)
         gateways = [_behind_router(each, path) for each, path in zip(gateways, paths, strict=True)]
     return [*first, store, *workers, *gateways]
 
 
-def http_sockets(config: Config, folder: Path, hardware: Hardware) -> list[Path]:
+def http_sockets(config: Config, run: HostRun) -> list[Path]:
     """Return where the gateways of one of several models listen for the name router."""
-    return [folder / f"http-{i}.sock" for i in range(config.cluster.resolved_num_gateways(hardware.num_cores))]
+    return [run.folder / f"http-{i}.sock" for i in range(config.cluster.resolved_num_gateways(run.hardware.num_cores))]
 
 
 def _behind_router(gateway: ProcessSpec, path: Path) -> ProcessSpec:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -161,49 +159,28 @@ def _adapter(word: str) -> str:
 
 
 def process_specs(
-    groups: Sequence[ModelGroup],
-    config: Config,
-    vllm_args: Sequence[str],
-    *,
-    folder: Path,
-    hardware: Hardware,
-    environ: Mapping[str, str],
-    listener: socket.socket,
-    common_flags: Sequence[str] = (),
+    groups: Sequence[ModelGroup], config: Config, vllm_args: Sequence[str], run: local.HostRun
 ) -> list[ProcessSpec]:
-    """Return the specifications of all processes; `config` and `vllm_args` are those of all models, `common_flags` are
-    for the processes of each one and the name router. Raises StartupFailed."""
+    """Return the specifications of all processes; `config` and `vllm_args` are those of all models. Raises
+    StartupFailed."""
     engines = [local.engines_of(group.config) for group in groups]
     num_engines = sum(each.total for each in engines)
     specs, served = [], []
-    for number, (group, gpus) in enumerate(zip(groups, split_gpus(groups, hardware), strict=True)):
-        own = folder / str(number)
-        own.mkdir(mode=0o700)
-        group_hardware = replace(hardware, gpus=gpus)
-        place = local.ModelPlace(group.label, num_engines - engines[number].total)
-        specs += local.process_specs(
-            group.config,
-            group.model,
-            group.vllm_args,
-            folder=own,
-            hardware=group_hardware,
-            environ=environ,
-            place=place,
-            common_flags=common_flags,
+    for number, (group, gpus) in enumerate(zip(groups, split_gpus(groups, run.hardware), strict=True)):
+        own = run._replace(
+            folder=run.folder / str(number),
+            hardware=replace(run.hardware, gpus=gpus),
+            listener=None,
+            label=group.label,
+            num_other_engines=num_engines - engines[number].total,
         )
-        sockets = local.http_sockets(group.config, own, group_hardware)
+        own.folder.mkdir(mode=0o700)
+        specs += local.process_specs(group.config, group.model, group.vllm_args, own)
+        sockets = local.http_sockets(group.config, own)
         served.append(ServedModel(group.name, group.served_names, tuple(map(str, sockets)), adapters(group)))
-    router = _router(
-        config,
-        vllm_args,
-        served,
-        flags=common_flags,
-        folder=folder,
-        environ=environ,
-        listener=listener,
-        groups=groups,
-    )
-    return [*specs, router]
+    largest = max(group.config.media.max_body_bytes for group in groups)
+    config = msgspec.structs.replace(config, media=msgspec.structs.replace(config.media, max_body_bytes=largest))
+    return [*specs, _router(config, vllm_args, served, run)]
 
 
 def split_gpus(groups: Sequence[ModelGroup], hardware: Hardware) -> list[tuple[str, ...]]:
@@ -229,33 +206,20 @@ def split_gpus(groups: Sequence[ModelGroup], hardware: Hardware) -> list[tuple[s
     return [group.gpus or tuple(free[starts[i] : starts[i + 1]]) for i, group in enumerate(groups)]
 
 
-def _router(
-    config: Config,
-    vllm_args: Sequence[str],
-    served: Sequence[ServedModel],
-    *,
-    flags: Sequence[str],
-    folder: Path,
-    environ: Mapping[str, str],
-    listener: socket.socket,
-    groups: Sequence[ModelGroup],
-) -> ProcessSpec:
+def _router(config: Config, vllm_args: Sequence[str], served: Sequence[ServedModel], run: local.HostRun) -> ProcessSpec:
     """It stops after the gateways, whose answers it passes on."""
-    file = folder / "models.json"
+    file = run.folder / "models.json"
     write_private(file, msgspec.json.encode(served))
-    largest = max(group.config.media.max_body_bytes for group in groups)
-    config = msgspec.structs.replace(config, media=msgspec.structs.replace(config.media, max_body_bytes=largest))
-    descriptor = listener.fileno()
     return ProcessSpec(
         name="router",
-        argv=local.command("name-router", str(file), ["--listen-fd", str(descriptor), *flags], vllm_args),
+        argv=local.command("name-router", str(file), run.flags, vllm_args),
         environ={
-            **allowed_environ("router", environ, config.environment.pass_env),
+            **allowed_environ("router", run.environ, config.environment.pass_env),
             **as_environ(config, secrets=frozenset({"gateway"})),
         },
         ready=HttpAnswers(f"{local.base_url(config, vllm_args)}/health", statuses=frozenset({200, 503})),
         layer=1,
         stop_timeout_s=_ROUTER_STOP_S,
-        pass_fds=(descriptor,),
+        pass_fds=run.pass_fds,
         reloads=True,
     )

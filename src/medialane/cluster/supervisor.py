@@ -1,7 +1,7 @@
 """Supervises the processes of one host.
 
 Until all processes are ready, the exit of one that has never been fails the start: the operator must see and fix the
-cause. A process that had been ready is restarted (`RestartDelay`), and the others continue; during the start this is
+cause. A process that had been ready is restarted (`Restarts`), and the others continue; during the start this is
 bounded. From then on, every process that exits is restarted.
 
 Each process has a `ProcessSupervisor`, one task that starts it, waits until it is ready, waits until it exits, and
@@ -17,8 +17,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,25 +47,31 @@ WARM_TIMEOUT_S = 60.0
 MAX_READY_S = 4.0
 
 
-class RestartDelay:
-    """The delays of one process, of this host or another. One that has ever become ready is restarted at once, but for
-    its second and further exits within `restart_reset_s`. One that has not is the more likely to fail again, and waits
-    longer."""
+class Restarts:
+    """The restarts of one process, of this host or another. One that has ever become ready is restarted at once, but
+    for its second and further exits within `restart_reset_s`. One that has not is the more likely to fail again: it
+    waits longer, and fails the start."""
 
     def __init__(self, config: ClusterConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.had_become_ready = False
         self._config = config
         self._clock = clock
         self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
         self._exited_at = float("-inf")
+        self._num_exits = 0
 
-    def next(self, *, had_become_ready: bool) -> float:
-        """Return the delay after an exit, in seconds."""
+    def delay_s(self, *, was_ready: bool, in_start: bool = False) -> float | None:
+        """Return the delay after an exit of a process that `was_ready`; None if the exit fails the start."""
+        self.had_become_ready |= was_ready
+        self._num_exits += 1
+        if in_start and (not self.had_become_ready or self._num_exits >= MAX_EXITS_IN_START):
+            return None
         now = self._clock()
         is_first = now - self._exited_at >= self._config.restart_reset_s
         self._exited_at = now
         if is_first:
             self._backoff.reset()
-        if not had_become_ready:
+        if not self.had_become_ready:
             return self._backoff.next()
         return 0.0 if is_first else min(self._backoff.next(), MAX_READY_S)
 
@@ -240,16 +245,6 @@ class Supervisor:
             self._failure.set_exception(error)
 
 
-@asynccontextmanager
-async def running(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    """Run the supervisor's processes: ready inside the block, stopped after it. Raises StartupFailed."""
-    try:
-        await supervisor.start()
-        yield supervisor
-    finally:
-        await supervisor.stop()
-
-
 class ProcessSupervisor:
     """Runs one process. The first start waits for `gate`.
 
@@ -269,17 +264,15 @@ class ProcessSupervisor:
         self.process: ChildProcess | None = None
         self.is_ready = asyncio.Event()
         self.is_forking = False
-        self._has_been_ready = False
         #: Whether the warm process has forked it before: then it will again, once there is one.
         self._was_forked = False
-        self._num_exits = 0
         self._log = log
         self._phases = PhaseFile(log.path.with_suffix(".phase"))
         self._shown = Phase("")
         self._context = context
         self._gate = gate
         self._status: int | None = None
-        self._delay = RestartDelay(context.config)
+        self._restarts = Restarts(context.config)
 
     async def run(self) -> None:
         """Run until the supervisor stops. Raises StartupFailed if the start fails by this process."""
@@ -294,12 +287,13 @@ class ProcessSupervisor:
                 self._context.observer.ended(self.spec.name, self.spec.not_needed, None)
                 self.is_ready.set()  # for those that wait for it
                 return
-            self._num_exits += 1
-            if self._fails_start():
+            in_start = not self._context.all_ready.is_set()
+            delay_s = self._restarts.delay_s(was_ready=self.is_ready.is_set(), in_start=in_start)
+            if delay_s is None:
                 self.read_log()
                 self._context.observer.ended(self.spec.name, how, None)
-                raise StartupFailed(self._log.failure_report(self.spec.name, how, was_ready=self._has_been_ready))
-            delay_s = self._delay.next(had_become_ready=self._has_been_ready)
+                was_ready = self._restarts.had_become_ready
+                raise StartupFailed(self._log.failure_report(self.spec.name, how, was_ready=was_ready))
             self.is_ready.clear()
             self._context.observer.ended(self.spec.name, how, delay_s)
             await first_of(stopping.wait(), asyncio.sleep(delay_s))
@@ -331,11 +325,6 @@ class ProcessSupervisor:
             self._context.observer.ready(self.spec.name, self.process.lifetime_s)
         else:
             self._context.observer.entered(self.spec.name, phase)
-
-    def _fails_start(self) -> bool:
-        """Return whether an exit fails the start: what exits before it was ever ready will do so again."""
-        is_hopeless = not self._has_been_ready or self._num_exits >= MAX_EXITS_IN_START
-        return is_hopeless and not self._context.all_ready.is_set()
 
     async def _run_once(self) -> str:
         """Run the process once, from start to exit. Returns how it ended; `is_ready` is whether it had become ready."""
@@ -431,7 +420,6 @@ class ProcessSupervisor:
             raise
         if not process.ended:
             self.is_ready.set()
-            self._has_been_ready = True
             if not self.spec.is_ready_later:
                 self._shown = Phase(READY)
                 self._context.observer.ready(self.spec.name, process.lifetime_s)

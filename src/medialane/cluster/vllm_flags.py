@@ -90,6 +90,12 @@ def _grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield _full_name(group[0]), group
 
 
+def _values(words: list[str]) -> list[str]:
+    """Return the values of a flag, of its words."""
+    _, equals, value = words[0].partition("=")
+    return [*([value] if equals else []), *words[1:]]
+
+
 def _is_flag(word: str) -> bool:
     """As argparse: not a negative number, and not a text that begins with a dash."""
     return word.startswith("-") and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
@@ -146,9 +152,7 @@ def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[st
     rest: list[str] = []
     taken: dict[str, list[str]] = {}
     for name, words in _grouped(vllm_args):
-        _, equals, value = words[0].partition("=")
-        values = [*([value] if equals else []), *words[1:]]
-        if name in SECRET_FLAGS and values:
+        if name in SECRET_FLAGS and (values := _values(words)):
             taken[name] = values
         else:
             rest += words
@@ -160,20 +164,14 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
     `--a-b=v`, `--a_b v` and an abbreviation are the same."""
     last = None
     for name, words in _grouped(vllm_args):
-        _, equals, value = words[0].partition("=")
-        if name in names and (equals or len(words) > 1):
-            last = value if equals else words[1]
+        if name in names and (values := _values(words)):
+            last = values[0]
     return last
 
 
 def flag_values(vllm_args: Sequence[str], name: str) -> list[str]:
     """Return all values of the last flag with this name."""
-    last: list[str] = []
-    for found, words in _grouped(vllm_args):
-        if found == name:
-            _, equals, value = words[0].partition("=")
-            last = [*([value] if equals else []), *words[1:]]
-    return last
+    return next((_values(words) for found, words in reversed([*_grouped(vllm_args)]) if found == name), [])
 
 
 def has_flag(vllm_args: Sequence[str], *names: str) -> bool:

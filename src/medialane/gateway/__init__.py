@@ -19,7 +19,7 @@ from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bound
 from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake.references import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
-from medialane.gateway.operators import OperatorEndpoints, worker_host
+from medialane.gateway.operators import OperatorEndpoints
 from medialane.gateway.records import (
     MAX_PENDING_BYTES,
     RECORDING_FORMAT,
@@ -33,9 +33,10 @@ from medialane.gateway.records import (
     request_report,
     with_media,
 )
+from medialane.gateway.request.expansions import PromptPrefix
 from medialane.gateway.request.gateway import Gateway
-from medialane.gateway.request.plain_hashes import PlainHashes
-from medialane.gateway.request.route import PromptPrefix, Route, Routes
+from medialane.gateway.request.media import PlainHashes
+from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
 from medialane.gateway.request.transfer_paths import (
@@ -112,5 +113,4 @@ __all__ = [
     "wave_bytes",
     "wave_size",
     "with_media",
-    "worker_host",
 ]

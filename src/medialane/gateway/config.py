@@ -191,18 +191,11 @@ class RecordingConfig(msgspec.Struct, frozen=True, kw_only=True):
     media: Literal["hash", "whole"] = field(default="hash", name="record-media")
     """hash: a keyed hash and the size; whole: media of bodies and URLs (without URLs that have a query or a
     password)"""
-    redact: Literal["none", "tenants", "text", "all"] = field(default="none", name="record-redact")
-    """what is replaced: names of tenants, text and tool arguments (by words of the same length), or all"""
+    redact: Literal["none", "text"] = field(default="none", name="record-redact")
+    """what is replaced: nothing, or text and tool arguments (by words of the same length, equal beginnings by equal
+    ones), and names of users"""
     max_bytes: PositiveInt = field(default=1 << 30, name="record-max-bytes")
     """size of the file at which recording ends"""
-
-    @property
-    def redacts_text(self) -> bool:
-        return self.redact in ("text", "all")
-
-    @property
-    def redacts_tenants(self) -> bool:
-        return self.redact in ("tenants", "all")
 
     def validate(self) -> None:
         check_bounds(self)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from medialane import __version__
@@ -72,7 +72,6 @@ class Tracing:
         *,
         attributes: Attributes,
         kind: SpanKind = SpanKind.INTERNAL,
-        links: Sequence[Link] = (),
         error: str = "",
     ) -> None:
         """Add a span that has ended, below one that is sampled. `error` is the code with which it failed."""
@@ -84,7 +83,6 @@ class Tracing:
             parent,
             self._provider.resource,
             attributes,
-            links=links,
             kind=kind,
             status=error_status(error) if error else Status(),
             start_time=times_ns[0],

@@ -15,12 +15,9 @@ forked in 0.02 s and has 3 MB of memory of its own, the rest of its 580 MB is sh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,9 +45,10 @@ from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, available, read_into
 from medialane.runtime.heartbeat import HangWatch
 from medialane.runtime.resources import OomKills
+from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.runtime.tasks import Backoff, first_of
 from medialane.types.errors import StartupFailed
-from medialane.wire.child_channel import ChannelToChild, PidfdProcess, child_channel, end_process
+from medialane.wire.child_channel import ChannelToChild, child_channel, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +60,8 @@ INITIAL_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 
 _CLOSED = "closed"
+
+_MODULE = "medialane.prepare.forkserver"
 
 
 class ForkserverLost(Exception):
@@ -122,7 +122,7 @@ class ForkserverProcess:
         Raises StartupFailed; then no process is left running.
         """
         waiting = _take_prebuilt(source)
-        process, control = waiting or _exec(source)
+        process, control = waiting or spawn(_MODULE, source.factory, environ=exec_environ(source.environment))
         given = dict(source.environment) if waiting else {}
         self = cls(process, control, setup.arena)
         try:
@@ -230,7 +230,7 @@ class ForkserverProcess:
             raise PreparerLost(f"a process was not forked within {FORK_TIMEOUT_S:g} s") from error
         except asyncio.CancelledError:
             if not forked.cancelled() and forked.exception() is None:
-                _kill(forked.result())
+                forked.result().kill()
             raise
 
     def _handle(self, report: ControlReport, fds: list[int]) -> None:
@@ -274,7 +274,7 @@ class ForkserverProcess:
     def _handle_forked(self, report: Forked, fds: list[int]) -> None:
         process, forked = PidfdProcess(report.pid, fds[0]), self._forks.pop(report.preparer_id)
         if forked.done():  # cancelled
-            _kill(process)
+            process.kill()
         else:
             forked.set_result(process)
 
@@ -287,8 +287,7 @@ class ForkserverProcess:
             return
         reason = reason or "it exited"
         if reason != _CLOSED:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
         self.lost.set()
         self._oom_kills.close()
         log = logger.info if reason == _CLOSED else logger.error
@@ -342,35 +341,10 @@ class SpareForkserver:
             await spare.close(grace_s=1.0)
 
 
-def _kill(process: PidfdProcess) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-
-
 def _end(future: asyncio.Future[Any], reason: str) -> None:
     if not future.done():
         future.set_exception(ForkserverLost(reason))
         future.exception()  # marks it as retrieved: there may be no waiter
-
-
-def _exec(source: ProcessorSource) -> tuple[PidfdProcess, socket.socket]:
-    """Return a new fork server, which will build its processor, and our end of its control channel. Raises OSError."""
-    ours, theirs = child_channel()
-    command = [sys.executable, "-P", "-m", "medialane.prepare.forkserver"]
-    try:
-        with theirs:
-            child = subprocess.Popen(  # noqa: S603 - our own command line, no shell
-                [*command, source.factory, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=exec_environ(source.environment),
-                # Ctrl-C in the terminal must reach only the store, which then terminates this process.
-                start_new_session=True,
-            )
-    except BaseException:  # failed: the socket has no other owner
-        ours.close()
-        raise
-    return PidfdProcess(child.pid, os.pidfd_open(child.pid), on_exit=child.wait), ours
 
 
 # Prebuilt

@@ -44,7 +44,7 @@ class JobResult:
 
 class Job:
     """What one preparer does for one item: `ask` makes the request of the job's id, `key` is equal for all jobs that do
-    the same. `mm_hash` is the key of the feature that it makes.
+    the same, and is that of the feature if it makes one.
 
     Owns a pin on the encoded bytes (`source`), if it needs some, and, once the preparer has reported the sizes, a range
     of the arena (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published.
@@ -60,13 +60,11 @@ class Job:
         key: str,
         modality: Modality,
         timeout_s: float,
-        mm_hash: str = "",
         timeline: StageTimeline | None = None,
     ) -> None:
         self.source = source
         self.key = key
         self.modality = modality
-        self.mm_hash = mm_hash
         self.timeout_s = timeout_s
         self.timeline = timeline
         self.reservation: Reservation | None = None
@@ -144,24 +142,6 @@ def _release(value: JobValue) -> None:
         value.release()
 
 
-class WorkEstimate:
-    """Moving averages of the time in a preparer, by modality; one that has not occurred counts like all together."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._overall_s = INITIAL_S
-
-    def learn(self, modality: str, seconds: float) -> None:
-        """Note that an item kept a preparer busy for `seconds`."""
-        known = self._seconds.get(modality, seconds)
-        self._overall_s += _NEWEST * (seconds - self._overall_s)
-        self._seconds[modality] = known + _NEWEST * (seconds - known)
-
-    def seconds(self, modality: str) -> float:
-        """Return the expected time of one item."""
-        return self._seconds.get(modality, self._overall_s)
-
-
 class JobQueue:
     """FIFO queue. At most `limit` jobs wait in addition to those that idle preparers are about to take. `drain_s`
     returns in how many seconds the waiting jobs are expected to be done."""
@@ -173,7 +153,9 @@ class JobQueue:
         self._jobs: deque[Job] = deque()
         self._timers: dict[Job, asyncio.TimerHandle] = {}
         self._num_takers = 0
-        self._estimate = WorkEstimate()
+        #: Moving averages of the time in a preparer, by modality; one that has not occurred counts like all together.
+        self._seconds: dict[str, float] = {}
+        self._overall_s = INITIAL_S
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -182,12 +164,14 @@ class JobQueue:
     @property
     def work_s(self) -> float:
         """The expected time in preparers of the waiting jobs, in seconds, all together."""
-        return sum(self._estimate.seconds(job.modality) for job in self._jobs if not job.is_brief)
+        return sum(self._seconds.get(job.modality, self._overall_s) for job in self._jobs if not job.is_brief)
 
     def learn(self, job: Job) -> None:
         """Learn from a job that has ended how long others will take."""
         if job.busy_s is not None:
-            self._estimate.learn(job.modality, job.busy_s)
+            known = self._seconds.get(job.modality, job.busy_s)
+            self._overall_s += _NEWEST * (job.busy_s - self._overall_s)
+            self._seconds[job.modality] = known + _NEWEST * (job.busy_s - known)
 
     def put(self, job: Job) -> None:
         """Queue a job; it fails with MediaOverloaded after the timeout. Raises MediaOverloaded if the queue is full."""

@@ -192,8 +192,8 @@ class JobRunner:
         else:
             await self._copy(preparer, need, tensors)
             await preparer.send(FreeTensors(job_id))
-        feature = Feature(job.modality, job.mm_hash, need.header, tensors, need.size)
-        return self._arena.publish(reservation, job.mm_hash, feature)
+        feature = Feature(job.modality, job.key, need.header, tensors, need.size)
+        return self._arena.publish(reservation, job.key, feature)
 
     def _reserve(self, job: Job, nbytes: int, need: NeedRange) -> Reservation:
         """Reserve the item's range.

@@ -15,8 +15,8 @@ channel.
     Fork (of SPARE) + control socket -> forks another fork server, with this control channel
           <---------------------- Forked + pidfd | ForkFailed
 
-*Jobs*, store <-> one preparer, SOCK_STREAM: u32 little-endian length, then one msgpack message. A preparer keeps a
-job's tensors until FreeTensors; the store may send the next job before that.
+*Jobs*, store <-> one preparer, SOCK_STREAM: msgpack messages in frames (`wire.framing`). A preparer keeps a job's
+tensors until FreeTensors; the store may send the next job before that.
 
     store                         preparer
           <---------------------- PreparerReady, once: it has mapped the arena and confined itself
@@ -41,7 +41,6 @@ Tensors never pass through either channel: encoded bytes and results are in the 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Annotated
 
@@ -51,10 +50,11 @@ from msgspec import Meta
 from medialane.media import MediaConfig
 from medialane.prepare.processor import Described
 from medialane.prepare.sandbox import Sandbox
-from medialane.types.errors import ErrorReport, PreparationFailed
+from medialane.types.errors import ErrorReport, PreparationFailed, ProtocolViolation
 from medialane.types.feature import MAX_HEADER_BYTES, Header
 from medialane.types.media import EncodedMedia, MediaSize, Modality
 from medialane.types.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
+from medialane.wire.framing import append_frame
 
 #: Below the kernel's default send buffer (212 992), so that a packet is never split.
 MAX_CONTROL_BYTES = 128 * 1024
@@ -65,7 +65,8 @@ _OTHER_BYTES = 512 * 1024
 #: The largest valid message is a NeedRange with the largest header; a larger frame is a protocol violation.
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + _OTHER_BYTES
 
-LENGTH = struct.Struct("<I")
+#: Read at once: all of most messages.
+READ_BYTES = 64 * 1024
 
 
 class PreparerSetup(msgspec.Struct, frozen=True):
@@ -243,27 +244,18 @@ ItemRequest = ProcessItem | ProbeItem | MeasureItem | DescribeBlank
 JobRequest = ItemRequest | Range | FreeTensors
 JobReport = PreparerReady | NeedRange | Done | ItemMeasured | BlankDescribed | JobFailed
 
-_ENCODER = msgspec.msgpack.Encoder()
-
 #: The decoders raise msgspec.DecodeError.
 decode_control_request: Callable[[bytes], ControlRequest] = msgspec.msgpack.Decoder(ControlRequest).decode
 decode_control_report: Callable[[bytes], ControlReport] = msgspec.msgpack.Decoder(ControlReport).decode
-decode_job_request: Callable[[bytes], JobRequest] = msgspec.msgpack.Decoder(JobRequest).decode
-decode_job_report: Callable[[bytes], JobReport] = msgspec.msgpack.Decoder(JobReport).decode
+decode_job_request: Callable[[bytes | memoryview], JobRequest] = msgspec.msgpack.Decoder(JobRequest).decode
+decode_job_report: Callable[[bytes | memoryview], JobReport] = msgspec.msgpack.Decoder(JobReport).decode
 
 
-def encode_frame(message: JobRequest | JobReport) -> bytes:
+def encode_frame(message: JobRequest | JobReport) -> bytearray:
     """Encode one frame. Raises PreparationFailed if its message exceeds MAX_FRAME_BYTES: only the job fails."""
-    body = _ENCODER.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        name = type(message).__name__
-        raise PreparationFailed(f"this item's {name} message has {len(body)} bytes, more than {MAX_FRAME_BYTES}")
-    return LENGTH.pack(len(body)) + body
-
-
-def frame_length(prefix: bytes) -> int:
-    """Return the length of the message after this prefix. Raises ValueError if it exceeds MAX_FRAME_BYTES."""
-    (length,) = LENGTH.unpack(prefix)
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-    return int(length)
+    frame = bytearray()
+    try:
+        append_frame(frame, message, MAX_FRAME_BYTES)
+    except ProtocolViolation as error:
+        raise PreparationFailed(f"this item's {type(message).__name__} cannot be sent: {error.message}") from error
+    return frame

@@ -141,7 +141,6 @@ class PreparerPool:
                 key=mm_hash,
                 modality=media.modality,
                 timeout_s=self._config.job_timeout_s(media.modality),
-                mm_hash=mm_hash,
                 timeline=timeline,
             )
         )

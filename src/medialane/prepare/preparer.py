@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from medialane.arena import ArenaView, ClientSlot, describe
 from medialane.media import decode, measure, probe
 from medialane.prepare.messages import (
-    LENGTH,
+    MAX_FRAME_BYTES,
+    READ_BYTES,
     BlankDescribed,
     DescribeBlank,
     Done,
@@ -39,7 +40,6 @@ from medialane.prepare.messages import (
     Range,
     decode_job_request,
     encode_frame,
-    frame_length,
 )
 from medialane.prepare.processor import ProcessedItem, Processor, decoded_item
 from medialane.prepare.sandbox import Sandbox, address_of, allow_reader
@@ -47,6 +47,7 @@ from medialane.types.errors import MedialaneError, MediaTooLarge, PreparationFai
 from medialane.types.feature import MAX_HEADER_BYTES
 from medialane.types.media import MAX_METADATA_BYTES, EncodedMedia, MediaSize
 from medialane.types.tensor import MAX_TENSORS, ArenaRange, TensorSpec
+from medialane.wire.framing import FrameReader
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Preparer:
         reader_pid: int,
     ) -> None:
         self._jobs = jobs
+        self._frames = FrameReader(MAX_FRAME_BYTES)
         self._processor = processor
         self._media = setup.media
         self._items: dict[int, ProcessedItem] = {}
@@ -181,13 +183,12 @@ class Preparer:
         self._jobs.sendall(encode_frame(report))
 
     def _receive(self) -> JobRequest | None:
-        prefix = self._read(LENGTH.size)
-        return None if prefix is None else decode_job_request(self._read(frame_length(prefix)) or b"")
-
-    def _read(self, nbytes: int) -> bytes | None:
-        """Read exactly `nbytes`; None if the channel is closed."""
-        data = self._jobs.recv(nbytes, socket.MSG_WAITALL)
-        return data if len(data) == nbytes else None
+        """Return the next request; None if the channel is closed."""
+        while (frame := self._frames.next_frame()) is None:
+            if not (data := self._jobs.recv(READ_BYTES)):
+                return None
+            self._frames.receive(data)
+        return decode_job_request(frame)
 
 
 def _check_size(header: bytes, media: MediaSize, specs: Sequence[TensorSpec] = ()) -> None:

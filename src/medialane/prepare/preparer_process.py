@@ -14,17 +14,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from medialane.prepare.messages import (
-    LENGTH,
     MAX_FRAME_BYTES,
+    READ_BYTES,
     JobReport,
     JobRequest,
     PreparerReady,
     decode_job_report,
     encode_frame,
-    frame_length,
 )
 from medialane.prepare.sandbox import read_into
-from medialane.wire.child_channel import PidfdProcess, end_process
+from medialane.runtime.stop import PidfdProcess, end_process
+from medialane.types.errors import ProtocolViolation
+from medialane.wire.framing import FrameReader
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class PreparerProcess:
         self._loop = asyncio.get_running_loop()
         self._jobs = jobs
         self._jobs.setblocking(False)
+        self._frames = FrameReader(MAX_FRAME_BYTES)
         self._process = process
         self._process.on_exit = on_exit
 
@@ -78,11 +80,14 @@ class PreparerProcess:
     async def receive(self) -> JobReport:
         """Return the next message. Raises PreparerLost if the channel is closed or the protocol is violated."""
         try:
-            length = frame_length(await self._read(LENGTH.size))
-            return decode_job_report(await self._read(length))
+            while (frame := self._frames.next_frame()) is None:
+                if not (data := await self._loop.sock_recv(self._jobs, READ_BYTES)):
+                    raise EOFError
+                self._frames.receive(data)
+            return decode_job_report(frame)
         except (OSError, EOFError) as error:
             raise PreparerLost(f"preparer {self.preparer_id} has closed its channel") from error
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ProtocolViolation, ValueError, msgspec.DecodeError) as error:
             raise PreparerLost(f"preparer {self.preparer_id} violated the protocol: {error}") from error
 
     def read(self, addresses: Sequence[int], into: Sequence[memoryview]) -> None:
@@ -111,12 +116,3 @@ class PreparerProcess:
                 "preparer %d (pid %d) could not be killed; its memory stays reserved", self.preparer_id, self.pid
             )
         return has_exited
-
-    async def _read(self, nbytes: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < nbytes:
-            part = await self._loop.sock_recv(self._jobs, min(nbytes - len(parts), MAX_FRAME_BYTES))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)

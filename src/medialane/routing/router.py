@@ -23,7 +23,7 @@ from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
-from medialane.routing.slots import RoutingRequest, SlotTable, WorkerRank
+from medialane.routing.slots import RoutingRequest, SlotTable
 from medialane.types.errors import NoWorkerReady
 from medialane.types.kv_events import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad
@@ -47,33 +47,26 @@ class Router:
     ) -> None:
         config = config or RoutingConfig()
         self.config = config
-        self.index = BlockIndex()
-        self._pending = PendingBlocks(ttl_s=config.pending_ttl_s, clock=clock)
-        self._slots = SlotTable(config)
-        self._caches = EncoderCaches()
-        self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
-        self._sessions: TTLCache[str, WorkerRank] = TTLCache(config.max_sessions, config.session_ttl_s, clock)
-        self._places = Places(clock=clock)
-        costs = CostModel(config)
-        self._state = RouterState(
+        self.index, self._slots = BlockIndex(), SlotTable(config)
+        self._state = state = RouterState(
             config.router,
-            costs,
+            CostModel(config),
             self._slots,
             self.index,
-            self._pending,
-            self._caches,
-            self._predictions,
-            self._sessions,
-            self._places,
+            PendingBlocks(ttl_s=config.pending_ttl_s, clock=clock),
+            EncoderCaches(),
+            PredictionMonitor(grace_s=config.store_grace_s, clock=clock),
+            TTLCache(config.max_sessions, config.session_ttl_s, clock),
+            Places(clock=clock),
         )
         self._policy = Policy(
-            config.router, costs=costs, slots=self._slots, index=self.index, pending=self._pending, seed=seed
+            config.router, costs=state.costs, slots=state.slots, index=state.index, pending=state.pending, seed=seed
         )
 
     @property
     def predictions(self) -> PredictionCounts:
         """Predicted compared with reported cache hits."""
-        return self._predictions.counts
+        return self._state.predictions.counts
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -83,13 +76,13 @@ class Router:
     @property
     def num_encoder_items(self) -> int:
         """Media items assumed to be in at least one worker's encoder cache."""
-        return self._caches.num_items
+        return self._state.caches.num_items
 
     def encoder_cache_use(self) -> dict[str, tuple[int, int]]:
         """Return how many embeddings are assumed to be in the encoder caches of each worker, and how many fit."""
         use: dict[str, tuple[int, int]] = {}
         for slot in self._slots:
-            used, size = self._caches.use(slot.number)
+            used, size = self._state.caches.use(slot.number)
             before = use.get(slot.place[0], (0, 0))
             use[slot.place[0]] = before[0] + used, before[1] + size
         return use
@@ -126,17 +119,17 @@ class Router:
         """Add a worker, or one rank of it, and return its slot, which holds no blocks yet. Slot numbers are reused.
         Raises ValueError if this rank has a slot already."""
         slot = self._slots.join(endpoint)
-        self._caches.join(slot.number, endpoint.card.encoder_cache_tokens if endpoint.card is not None else 0)
-        self._predictions.join(slot.number, f"{endpoint.worker_id} (rank {endpoint.rank})")
+        self._state.caches.join(slot.number, endpoint.card.encoder_cache_tokens if endpoint.card is not None else 0)
+        self._state.predictions.join(slot.number, f"{endpoint.worker_id} (rank {endpoint.rank})")
         return slot.number
 
     def leave(self, slot: int) -> None:
         """Remove a lost worker and all state about it. Raises KeyError for an unknown slot, like the other methods."""
         self._slots.leave(self._slots[slot])
         self.index.clear(slot)
-        self._pending.clear(slot)
-        self._caches.leave(slot)
-        self._predictions.leave(slot)
+        self._state.pending.clear(slot)
+        self._state.caches.leave(slot)
+        self._state.predictions.leave(slot)
 
     def report(self, slot: int, load: WorkerLoad) -> None:
         """Update the worker's load, as reported by it."""
@@ -150,14 +143,14 @@ class Router:
         number = self._slots[slot].number
         stored = _ids(change.stored)
         if change.snapshot:
-            self._predictions.forget_all(number)
+            self._state.predictions.forget_all(number)
             self.index.replace(number, stored)
             return
         removed = _ids(change.removed)
         self.index.remove(number, removed)
         self.index.store(number, stored)
-        self._predictions.removed(number, removed)
-        self._predictions.stored(number, stored)
+        self._state.predictions.removed(number, removed)
+        self._state.predictions.stored(number, stored)
 
     def move(self, slot: int, *, same_host: bool) -> None:
         """Note whether the slot's worker has mapped the arena of this host."""
@@ -171,7 +164,7 @@ class Router:
 
     def clear_encoder(self, slot: int) -> None:
         """Forget the worker's encoder cache contents: it was cleared."""
-        self._caches.clear(self._slots[slot].number)
+        self._state.caches.clear(self._slots[slot].number)
 
     def announced(self, slot: int, work: PendingWork) -> AnnouncedRequest:
         """Count a request that another gateway has sent to the worker. The caller must end the result, unless the slot
@@ -188,11 +181,11 @@ class Router:
         scoring_input = ScoringInput(
             request,
             items,
-            tuple([self._caches.holders(item.mm_hash) for item in items]),
+            tuple([self._state.caches.holders(item.mm_hash) for item in items]),
             candidates,
             self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
-        self._pending.expire()
+        self._state.pending.expire()
         choice = self._policy.choose(scoring_input)
         return RoutedRequest(self._state, scoring_input, choice, self._slots[choice.slot])
 
@@ -203,7 +196,7 @@ class Router:
         items = [
             item
             for item in encoder_items(request.media)
-            if not item.embedding_bytes and not self._caches.holders(item.mm_hash) & candidates
+            if not item.embedding_bytes and not self._state.caches.holders(item.mm_hash) & candidates
         ]
         if not items:
             return frozenset()
@@ -211,7 +204,7 @@ class Router:
         return frozenset(item.mm_hash for item in items if item.end > longest)
 
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
-        place = self._sessions.get(session_id)
+        place = self._state.sessions.get(session_id)
         slot = self._slots.at(place) if place is not None else None
         return slot.number if slot is not None and candidates >> slot.number & 1 else None
 
@@ -221,7 +214,7 @@ class Router:
         if not self._slots.serving(request):
             return NoWorkerReady("no worker serves this adapter or rank", retry_after_s=5)
         message = "all workers have reached their limit of requests"
-        return NoWorkerReady(message, retry_after_s=self._places.promise())
+        return NoWorkerReady(message, retry_after_s=self._state.places.promise())
 
 
 def _ids(packed: bytes) -> BlockIds:

@@ -110,7 +110,10 @@ class ForkedContext(context.SpawnContext):
 
     def lacks(self) -> str:
         """Return the libraries that processes started now would preload, and forked ones have not loaded."""
-        return _not_loaded(os.environ.get("LD_PRELOAD", ""))
+        preloaded = os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+        with open("/proc/self/maps") as maps:
+            loaded = {line.split()[-1] for line in maps if preloaded}
+        return ", ".join(path for path in preloaded if os.path.realpath(path) not in loaded)
 
     def Process(self, **options: Any) -> process.BaseProcess:  # type: ignore[override]  # noqa: N802 - its name there
         return _ForkedProcess(self._waiting, **options)
@@ -149,13 +152,3 @@ class _Popen(popen_fork.Popen):
         self.finalizer = util.Finalize(self, _close, (self.sentinel, writer))
         with open(writer, "wb", closefd=False) as pipe:
             pipe.write(work)
-
-
-def _not_loaded(preloaded: str) -> str:
-    """Return the libraries of LD_PRELOAD that are not loaded in this process."""
-    if not preloaded:
-        return ""
-    with open("/proc/self/maps") as maps:
-        loaded = {line.split()[-1] for line in maps}
-    paths = preloaded.replace(":", " ").split()
-    return ", ".join(path for path in paths if os.path.realpath(path) not in loaded)

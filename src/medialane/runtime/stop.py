@@ -1,12 +1,13 @@
-"""How a process stops: the first signal asks it to drain, another one to end at once."""
+"""How a process stops: the first signal asks it to drain, another one to end at once; and how another one is ended."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -80,3 +81,48 @@ async def serve_until_stopped(
         await asyncio.wait((serving,), timeout=GIVE_UP_S)
         server.force_exit = True
     await serving
+
+
+#: How long a killed process may take to exit. It takes a millisecond unless it hangs inside the kernel.
+KILL_TIMEOUT_S = 10.0
+
+
+class PidfdProcess:
+    """A child process, or one forked by another process. Owns a pidfd: it becomes readable when the kernel has
+    terminated the process, so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called
+    then; that of a child reaps it, others are reaped by their parent, or by init."""
+
+    def __init__(self, pid: int, pidfd: int, on_exit: Callable[[], object] = lambda: None) -> None:
+        self.pid = pid
+        self.exited = asyncio.Event()
+        self.on_exit = on_exit
+        self._pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._note_exit)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has exited."""
+        with suppress(ProcessLookupError):
+            self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; 0 only checks. Raises ProcessLookupError if the process has exited."""
+        if self.exited.is_set():
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._pidfd, number)
+
+    def _note_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.exited.set()
+        self.on_exit()
+
+
+async def end_process(process: PidfdProcess, grace_s: float) -> bool:
+    """Wait up to `grace_s` for the process to exit, then kill it. Returns False if the kernel did not terminate it
+    within KILL_TIMEOUT_S."""
+    for timeout_s in (grace_s, KILL_TIMEOUT_S):
+        await first_of(process.exited.wait(), asyncio.sleep(timeout_s))
+        if process.exited.is_set():
+            return True
+        process.kill()
+    return False

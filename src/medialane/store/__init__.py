@@ -7,8 +7,8 @@ workers hold what they read, over a unix socket (`messages`); tensors stay in sh
 from medialane.store.client import ConnectionLost, StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.holds import HoldCache, HoldPasser, StoreEntries, StoreGrants
-from medialane.store.items import Items, LeasedItem, Processing
+from medialane.store.holds import HoldPasser, StoreEntries, StoreGrants
+from medialane.store.items import Items, ItemSource, LeasedItem, Processing
 from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import (
     AliasResolved,
@@ -42,11 +42,11 @@ __all__ = [
     "FindEmbedding",
     "FindItem",
     "HeldEntry",
-    "HoldCache",
     "HoldPasser",
     "ImageSize",
     "ItemDescribed",
     "ItemFound",
+    "ItemSource",
     "Items",
     "KnownFeatures",
     "LeasedItem",

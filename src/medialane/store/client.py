@@ -80,7 +80,7 @@ class ConnectionLost(Exception):
 
 
 class StoreClient:
-    """A registered connection. It does not reconnect: call `connect` again after `closed`.
+    """One connection, registered by `connect`. It does not reconnect.
 
     `holds` are the holds that this process has, on any connection, by id: one is added when its call's result
     arrives, and removed by `release`. `on_passed` owns those that another client has passed to this one; `on_reclaim`
@@ -92,13 +92,14 @@ class StoreClient:
     def __init__(
         self,
         config: RpcConfig,
-        holds: dict[int, HeldEntry],
-        on_passed: Callable[[HoldsPassed], object],
-        on_reclaim: Callable[[], object],
         *,
-        names_takers: bool,
+        holds: dict[int, HeldEntry] | None = None,
+        on_passed: Callable[[HoldsPassed], object] = lambda _: None,
+        on_reclaim: Callable[[], object] = lambda: None,
+        names_takers: bool = False,
     ) -> None:
-        self._holds = holds
+        self._config = config
+        self._holds = {} if holds is None else holds
         self._names_takers = names_takers
         self._on_passed = on_passed
         self._on_reclaim = on_reclaim
@@ -117,27 +118,15 @@ class StoreClient:
         #: Why the store has refused this client.
         self.refusal: MedialaneError | None = None
 
-    @classmethod
-    async def connect(
-        cls,
-        address: str,
-        hello: StoreHello,
-        config: RpcConfig,
-        *,
-        holds: dict[int, HeldEntry] | None = None,
-        on_passed: Callable[[HoldsPassed], object] = lambda _: None,
-        on_reclaim: Callable[[], object] = lambda: None,
-        names_takers: bool = False,
-    ) -> StoreClient:
-        """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
+    async def connect(self, address: str, hello: StoreHello) -> None:
+        """Connect and register, once. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, {} if holds is None else holds, on_passed, on_reclaim, names_takers=names_takers)
-        client.welcome = await client._registration.run(
-            hello, timeout_s=config.connect_timeout_s, connecting=dial(address, client._connection)
+        dialling = dial(address, self._connection)
+        self.welcome = await self._registration.run(
+            hello, timeout_s=self._config.connect_timeout_s, connecting=dialling
         )
-        return client
 
     @property
     def closed(self) -> asyncio.Event:
@@ -359,8 +348,7 @@ class StoreLink:
         self._writable = writable
         self._scraped = scraped
         self._client: StoreClient | None = None
-        self._connected = asyncio.Event()
-        self._changed = asyncio.Event()  # set when there is a connection, or no arena any more
+        self._changed = asyncio.Event()  # set when there is a connection, no arena any more, or a refusal
         self._arena: _MappedArena | None = None
         self._holds: dict[int, HeldEntry] = {}  # by id, in that arena
         self._last_status: StoreStatus | None = None  # of the store of that arena, before it was lost
@@ -368,7 +356,6 @@ class StoreLink:
         self._lost_at = float("-inf")
         self._last_report = ""
         self._refusal: StartupFailed | None = None
-        self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
         self._reclaimers: list[Callable[[], None]] = []
         self._on_passed: Callable[[HoldsPassed], None] | None = None
@@ -460,14 +447,14 @@ class StoreLink:
     async def ready(self) -> None:
         """Wait until a store is connected and has started, without a deadline: loading the model's processor takes its
         time. Raises StartupFailed if a store refuses this client."""
-        while True:
-            await first_of(self._connected.wait(), self._refused.wait())
-            if self._refusal is not None:
-                raise self._refusal
-            if (client := self._client) is not None:
-                await first_of(client.started.wait(), client.closed.wait())
-                if client.started.is_set():
-                    return
+        while self._refusal is None:
+            if (client := self._client) is None or client.closed.is_set():
+                await self._change()
+                continue
+            await first_of(client.started.wait(), client.closed.wait())
+            if client.started.is_set():
+                return
+        raise self._refusal
 
     def notify(self, arena: str, message: PassHolds) -> bool:
         """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
@@ -543,10 +530,13 @@ class StoreLink:
                         raise self.unavailable(_LOST)
                     if (client := self._client) is not None and not client.closed.is_set():
                         return client
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._change()
         except TimeoutError:
             raise self.unavailable(_UNAVAILABLE) from None
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _connect_once(self) -> bool:
         """Connect, and wait until the connection is lost. False if there was none."""
@@ -560,7 +550,6 @@ class StoreLink:
             logger.exception("connecting to the media store failed")
             return False
         self._refusal = None
-        self._refused.clear()
         if (client := self._client) is not None:
             await client.closed.wait()
             if client.refusal is not None:
@@ -583,15 +572,14 @@ class StoreLink:
             holds=sent,
             scraped=self._scraped,
         )
-        client = await StoreClient.connect(
-            self.address,
-            hello,
+        client = StoreClient(
             self._rpc,
             holds=self._holds,
             on_passed=self._passed,
             on_reclaim=self._reclaim,
             names_takers=self._names_takers,
         )
+        await client.connect(self.address, hello)
         try:
             self._use_arena(client.welcome)
         except MedialaneError:
@@ -603,7 +591,6 @@ class StoreLink:
         self._client = client
         self._outage.end()
         self._last_report = ""
-        self._connected.set()
         self._changed.set()
         logger.info("the media store is connected: %s", self.address)
 
@@ -627,7 +614,6 @@ class StoreLink:
         self._client = None
         self._lost_at = time.monotonic()
         self._outage.begin()
-        self._connected.clear()
 
     def _drop_removed(self) -> None:
         """Unmap the arena if no store can take it over any more: its file has been removed."""
@@ -663,7 +649,7 @@ class StoreLink:
         """Log why there is no connection, once: connecting is tried many times in a second."""
         if isinstance(error, StartupFailed):
             self._refusal = error
-            self._refused.set()
+            self._changed.set()
         if error.message != self._last_report:
             self._last_report = error.message
             level = logging.INFO if isinstance(error, NoWorkerReady) else logging.ERROR

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from medialane.arena import Arena, Reservation
 from medialane.store.embeddings import Embeddings, Fill
@@ -44,7 +44,7 @@ class ClientUse:
     stopped using them. Ids are not reused while the client has them, also over several connections."""
 
     def __init__(self) -> None:
-        self._holds: dict[int, Sequence[Hold]] = {}
+        self._holds: dict[int, Hold | None] = {}  # None: it has ended before its client released it
         self._writing: set[Reservation] = set()
         self._fills: dict[ArenaRange, Fill] = {}  # of an earlier store, whose ids are not known yet
         self._last_id = 0
@@ -52,18 +52,17 @@ class ClientUse:
     def __len__(self) -> int:
         return len(self._holds) + len(self._writing) + len(self._fills)
 
-    def hold(self, leases: Sequence[Hold]) -> int:
-        """Own `leases` until `release` of the id that is returned."""
+    def hold(self, lease: Hold) -> int:
+        """Own `lease` until `release` of the id that is returned."""
         self._last_id += 1
-        self._holds[self._last_id] = leases
+        self._holds[self._last_id] = lease
         return self._last_id
 
     def release(self, hold_id: int) -> None:
         """Release a hold. Raises ProtocolViolation if there is none with this id."""
-        leases = self._holds.pop(hold_id, None)
-        if leases is None:
+        if hold_id not in self._holds:
             raise ProtocolViolation(f"there is no hold {hold_id}")
-        for lease in leases:
+        if (lease := self._holds.pop(hold_id)) is not None:
             lease.release()
 
     def keep_only(self, listed: Mapping[int, HeldEntry], claim: Callable[[ArenaRange], Hold | None]) -> None:
@@ -102,15 +101,13 @@ class ClientUse:
         while self._fills:
             self._fills.popitem()[1].release()
 
-    def _claimed(self, held: HeldEntry, claim: Callable[[ArenaRange], Hold | None]) -> Sequence[Hold]:
-        """Return the holds behind one that an earlier store has granted."""
+    def _claimed(self, held: HeldEntry, claim: Callable[[ArenaRange], Hold | None]) -> Hold | None:
+        """Return what is behind a hold that an earlier store has granted."""
         if held.is_fill:
-            fill = self._fills.pop(held.range, None)
-            return [] if fill is None else [fill]  # it may have ended before its client released it
-        lease = claim(held.range)
-        if lease is None:
+            return self._fills.pop(held.range, None)
+        if (lease := claim(held.range)) is None:
             raise UnknownEntry(f"a client holds an entry that the arena does not have: {held.range}")
-        return [lease]
+        return lease
 
 
 class AbsentClients:

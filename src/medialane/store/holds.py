@@ -219,59 +219,51 @@ class PassedHolds:
     def __init__(self, link: StoreLink, *, max_wait_s: float, max_age_s: float) -> None:
         self._link = link
         self._max_wait_s, self._max_age_s = max_wait_s, max_age_s
-        self._arrived: dict[str, tuple[HoldsPassed, asyncio.TimerHandle]] = {}
-        self._awaited: dict[str, asyncio.Future[HoldsPassed | None]] = {}
+        #: Of requests whose holds have arrived, or are awaited.
+        self._arrivals: dict[str, asyncio.Future[HoldsPassed]] = {}
         link.watch(self._arena_changed)
         link.watch_passed(self._arrive)
 
     async def take(self, request_id: str) -> HoldsPassed | None:
         """Wait for the holds of a request. The caller owns them; None if they do not arrive in time."""
-        if request_id in self._arrived:
-            return self._pop(request_id)
-        if self._link.arena is None:
+        if request_id not in self._arrivals and self._link.arena is None:
             return None
-        loop = asyncio.get_running_loop()
-        arrival: asyncio.Future[HoldsPassed | None] = loop.create_future()
-        self._awaited[request_id] = arrival
-        deadline = loop.call_later(self._max_wait_s, self._give_up, request_id)
+        arrival = self._arrival(request_id)
         try:
-            return await arrival
+            if not arrival.done():
+                await asyncio.wait((arrival,), timeout=self._max_wait_s)
         except asyncio.CancelledError:
-            if arrival.done() and not arrival.cancelled() and (unused := arrival.result()) is not None:
-                self._link.release_passed(unused)
+            self._drop(request_id, arrival)
             raise
-        finally:
-            deadline.cancel()
-            self._awaited.pop(request_id, None)
+        if self._arrivals.get(request_id) is arrival:
+            del self._arrivals[request_id]
+        return arrival.result() if arrival.done() and not arrival.cancelled() else None
+
+    def _arrival(self, request_id: str) -> asyncio.Future[HoldsPassed]:
+        if (arrival := self._arrivals.get(request_id)) is None:
+            arrival = self._arrivals[request_id] = asyncio.get_running_loop().create_future()
+        return arrival
 
     def _arrive(self, passed: HoldsPassed) -> None:
-        arrival = self._awaited.pop(passed.request_id, None)
-        if arrival is not None and not arrival.done():
-            arrival.set_result(passed)
+        arrival = self._arrival(passed.request_id)
+        if arrival.done():
+            self._link.release_passed(passed)
             return
-        expiry = asyncio.get_running_loop().call_later(self._max_age_s, self._expire, passed.request_id)
-        self._arrived[passed.request_id] = passed, expiry
+        arrival.set_result(passed)
+        asyncio.get_running_loop().call_later(self._max_age_s, self._drop, passed.request_id, arrival)
 
-    def _give_up(self, request_id: str) -> None:
-        arrival = self._awaited.pop(request_id, None)
-        if arrival is not None and not arrival.done():
-            arrival.set_result(None)
-
-    def _expire(self, request_id: str) -> None:
-        self._link.release_passed(self._pop(request_id))
-
-    def _pop(self, request_id: str) -> HoldsPassed:
-        passed, expiry = self._arrived.pop(request_id)
-        expiry.cancel()
-        return passed
+    def _drop(self, request_id: str, arrival: asyncio.Future[HoldsPassed]) -> None:
+        """Release the holds, if they have arrived, or end the wait for them; no effect if they have been taken."""
+        if self._arrivals.get(request_id) is arrival:
+            del self._arrivals[request_id]
+            if not arrival.cancel():
+                self._link.release_passed(arrival.result())
 
     def _arena_changed(self, arena: ArenaOffer | None) -> None:
         """The holds have ended with their arena."""
         if arena is None:
-            for request_id in list(self._arrived):
-                self._expire(request_id)
-            for request_id in list(self._awaited):
-                self._give_up(request_id)
+            for request_id, arrival in list(self._arrivals.items()):
+                self._drop(request_id, arrival)
 
 
 class StoreGrants:
@@ -292,7 +284,7 @@ class StoreGrants:
 
 
 class StoreEntries:
-    """Entries of the arena that gateways refer to (implements `worker.host_arena.HostArena`). They are retained for
+    """Entries of the arena that gateways refer to (implements `worker.media.HostArena`). They are retained for
     `retention_s` after their last use (`HoldCache`); those that are passed are waited for, and kept for their requests,
     at most `max_wait_s` and `max_age_s`."""
 

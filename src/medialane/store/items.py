@@ -95,20 +95,21 @@ class Processing(NamedTuple):
     encoder: str = ""
 
 
-class _Source(NamedTuple):
-    """A reference, and what its client has offered for this call."""
+class ItemSource(NamedTuple):
+    """A reference, and what its client offers for this call: the bytes by `upload`, for a reference to what it has
+    sent. `admit` is asked before an image of a URL is decoded, or sent to a worker that decodes it."""
 
     ref: MediaRef
     timeline: StageTimeline
-    upload: Upload | None
-    admit: Admit | None
+    upload: Upload | None = None
+    admit: Admit | None = None
 
 
 class Items:
     """Returns leases on media items; concurrent preparations of the same item are shared.
 
-    References have a URL or a content hash. Bytes that a client has sent are received by `upload`, if they are not
-    cached. The caller owns every lease that is returned. Errors name the request field of the reference.
+    References have a URL or a content hash. The caller owns every lease that is returned. Errors name the request field
+    of the reference.
     """
 
     def __init__(
@@ -154,23 +155,10 @@ class Items:
             raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
-    async def find(
-        self,
-        ref: MediaRef,
-        form: Form,
-        processing: Processing,
-        *,
-        timeline: StageTimeline,
-        upload: Upload | None = None,
-        admit: Admit | None = None,
-    ) -> LeasedItem:
-        """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only; if
-        the embedding of its encoder is cached, that is returned, as a feature without tensors.
-
-        `admit` is asked before an image of a URL is decoded, or sent to a worker that decodes it.
-        """
-        source = _Source(ref, timeline, upload, admit)
-        with naming(ref):
+    async def find(self, source: ItemSource, form: Form, processing: Processing) -> LeasedItem:
+        """Return an item in the requested form, made if it is missing. `processing` matters for form `processed` only;
+        if the embedding of its encoder is cached, that is returned, as a feature without tensors."""
+        with naming(ref := source.ref):
             if ref.is_feature:
                 return await self._known(source, processing)
             if form == "encoded":
@@ -180,31 +168,23 @@ class Items:
             if form == "processed":
                 self._remember(ref, processing, leased.content_hash)
             # Bind the alias, unless it was all that was sent, now that the content has proved usable.
-            if ref.alias is not None and (ref.url is not None or upload is not None):
+            if ref.alias is not None and (ref.url is not None or source.upload is not None):
                 self._bind(ref.salt, ref.alias, leased)
         return leased
 
     async def describe(
-        self,
-        ref: MediaRef,
-        options: bytes,
-        size: MediaSize | None,
-        *,
-        timeline: StageTimeline,
-        upload: Upload | None = None,
-        admit: Admit | None = None,
+        self, source: ItemSource, options: bytes, size: MediaSize | None
     ) -> tuple[str, Described | None]:
-        """Return the content hash of `ref`, and what is known of it, processed with these options, from the `size` of
+        """Return the content hash of an item, and what is known of it, processed with these options, from the `size` of
         its media, which is measured if it is not given: None if its header also depends on its content. Nothing is
         processed but a blank of that size, and no alias is bound. Raises what `find` raises."""
-        source = _Source(ref, timeline, upload, admit)
-        with naming(ref):
+        with naming(ref := source.ref):
             content = ref.content or ""
             if size is None:
                 content, size = await self._measured(source)
             return content, await self._describe_blank(ref.modality, size, merged_options(options, ref.options))
 
-    async def _measured(self, source: _Source) -> tuple[str, MediaSize]:
+    async def _measured(self, source: ItemSource) -> tuple[str, MediaSize]:
         """Return content hash and size of the media, as decoded: known, or measured by a preparer."""
         ref, content = source.ref, await self._content(source, need_data=False)
         if (size := self._sizes.get(_size_key(ref, content))) is not None:
@@ -240,10 +220,10 @@ class Items:
                 self._described[key] = described
         return described
 
-    async def refer(self, ref: MediaRef, processing: Processing, *, upload: Upload | None = None) -> LeasedItem:
+    async def refer(self, source: ItemSource, processing: Processing) -> LeasedItem:
         """Return the encoded bytes of an item of which no feature need exist: its client may name it from now on."""
-        leased = await self.find(ref, "encoded", processing, timeline=StageTimeline(), upload=upload)
-        self._remember(ref, processing, leased.content_hash)
+        leased = await self.find(source, "encoded", processing)
+        self._remember(source.ref, processing, leased.content_hash)
         return leased
 
     async def put(
@@ -279,10 +259,10 @@ class Items:
         known = self._features.find_any(mm_hash)
         if known is None or known.source is None:
             raise UnknownMedia("unknown or expired feature")
-        source = _Source(known.source.ref, StageTimeline(), None, None)
+        source = ItemSource(known.source.ref, StageTimeline())
         return await self._made_again(mm_hash, source, known.source, encoder="")
 
-    async def _known(self, source: _Source, processing: Processing) -> LeasedItem:
+    async def _known(self, source: ItemSource, processing: Processing) -> LeasedItem:
         """Return the feature that the client names, made again if it was evicted. Raises UnknownMedia."""
         ref = source.ref
         if (known := self._features.find(ref)) is None:
@@ -295,7 +275,7 @@ class Items:
             raise UnknownMedia(_UNKNOWN_FEATURE)
         return await self._made_again(key, source, known.source, encoder=processing.encoder)
 
-    async def _made_again(self, key: str, source: _Source, made_of: FeatureSource, *, encoder: str) -> LeasedItem:
+    async def _made_again(self, key: str, source: ItemSource, made_of: FeatureSource, *, encoder: str) -> LeasedItem:
         processing = Processing(made_of.processor, made_of.options, encoder)
         try:
             leased = await self._find_or_prepare(source._replace(ref=made_of.ref), processing)
@@ -316,7 +296,7 @@ class Items:
             raise MediaUrlForbidden("this server does not publish images (--allow-media-rdma)")
         return await self._published.publish(entry)
 
-    async def _probed_bytes(self, source: _Source) -> LeasedItem:
+    async def _probed_bytes(self, source: ItemSource) -> LeasedItem:
         """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects
         are dropped from the cache."""
         content, lease = await self._encoded(source)
@@ -331,7 +311,7 @@ class Items:
             raise
         return LeasedItem(content, lease, is_hit=False)
 
-    async def _find_or_prepare(self, source: _Source, processing: Processing | None) -> LeasedItem:
+    async def _find_or_prepare(self, source: ItemSource, processing: Processing | None) -> LeasedItem:
         """Look up the requested form, and prepare it if it is missing.
 
         If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
@@ -365,7 +345,7 @@ class Items:
                 return embedded
         return self._arena.lookup(key, "processed")
 
-    async def _encoded(self, source: _Source) -> tuple[str, Lease[EncodedMedia]]:
+    async def _encoded(self, source: ItemSource) -> tuple[str, Lease[EncodedMedia]]:
         """Return the encoded bytes, fetched or received if they are not cached."""
         for attempt in range(_MAX_ATTEMPTS):
             content = await self._content(source, need_data=attempt > 0)
@@ -384,7 +364,7 @@ class Items:
             salt=ref.salt,
         )
 
-    async def _content(self, source: _Source, *, need_data: bool) -> str:
+    async def _content(self, source: ItemSource, *, need_data: bool) -> str:
         """Return the content hash. With `need_data` a URL is fetched again."""
         expected, url = source.ref.content, source.ref.url
         if expected is not None and not (need_data and url is not None):
@@ -401,7 +381,7 @@ class Items:
             raise UnknownMedia("the content of the URL of this feature has changed: send its tensors or media")
         return content
 
-    async def _stored(self, source: _Source, content: str) -> Lease[EncodedMedia] | None:
+    async def _stored(self, source: ItemSource, content: str) -> Lease[EncodedMedia] | None:
         """Return the bytes of `content`, received if needed. None if they have to be fetched."""
         if (lease := self._lookup(source.ref, content)) is not None:
             return lease
@@ -423,7 +403,7 @@ class Items:
             raise ArenaFull(_TOO_SMALL)
         return lease
 
-    async def _admit(self, source: _Source, encoded: EncodedMedia) -> None:
+    async def _admit(self, source: ItemSource, encoded: EncodedMedia) -> None:
         """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""
         if source.ref.url is None or source.ref.modality != "image" or source.admit is None:
             return
@@ -434,7 +414,7 @@ class Items:
         if size is not None:
             await source.admit(*size)
 
-    async def _prepare_once(self, source: _Source, content: str, processing: Processing | None) -> Lease[Feature]:
+    async def _prepare_once(self, source: ItemSource, content: str, processing: Processing | None) -> Lease[Feature]:
         """Prepare the requested form, once for all concurrent requests."""
         key = self._key(source.ref, processing, content)
         if (message := self._too_large.get(key)) is not None:

@@ -59,6 +59,7 @@ and says what it still holds. So it does with the next store, which may have tak
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -72,6 +73,7 @@ from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire.connection import other_version
+from medialane.wire.framing import UNREADABLE, checked
 
 ScrapedAs = Literal["gateway", "worker"]
 
@@ -451,25 +453,16 @@ ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release |
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
-_FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)
 
-#: What msgspec raises for bytes that are not such a message, `__post_init__` and invalid UTF-8 included.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
+#: Decodes a message of the store. Raises ProtocolViolation.
+decode_from_store: Callable[[memoryview], FromStore] = checked(msgspec.msgpack.Decoder(FromStore).decode)
 
 
 def decode_to_store(frame: memoryview) -> ToStore:
     """Decode a client's message. Raises ProtocolViolation."""
     try:
         return _TO_STORE.decode(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         if (version := other_version(frame, "StoreHello", PROTOCOL_VERSION)) is not None:
             return StoreHello(version=version, client_id="")
-        raise ProtocolViolation(f"unreadable message: {error}") from error
-
-
-def decode_from_store(frame: memoryview) -> FromStore:
-    """Decode a message of the store. Raises ProtocolViolation."""
-    try:
-        return _FROM_STORE.decode(frame)
-    except _UNREADABLE as error:
         raise ProtocolViolation(f"unreadable message: {error}") from error

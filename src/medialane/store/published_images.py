@@ -81,9 +81,7 @@ class PublishedImages:
         """
         if len(self._holding) >= _MAX_HELD:
             raise Unavailable("too many published images have not been read yet")
-        key = self._arena.key_of(entry)
-        lease = None if key is None else self._arena.share_cached(entry, key[1], key[0])
-        if lease is None:
+        if (lease := self._arena.share(entry)) is None:
             raise Unavailable("the image is no longer held")
         try:
             tensors = lease.value.tensors if isinstance(lease.value, Feature) else ()
@@ -99,7 +97,7 @@ class PublishedImages:
             task.cancel()
         await asyncio.gather(*self._holding, return_exceptions=True)
 
-    async def _publish(self, lease: Lease[Cached], tensors: Sequence[TensorDescriptor]) -> bytes:
+    async def _publish(self, lease: Lease[Cached | None], tensors: Sequence[TensorDescriptor]) -> bytes:
         match [tensor.spec for tensor in tensors]:
             case [TensorSpec("uint8", (height, width, 3))]:
                 pass

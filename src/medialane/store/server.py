@@ -20,7 +20,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.runtime.tasks import TAKER
 from medialane.store.client_use import AbsentClients, ClientUse, UnknownEntry
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.items import Items, LeasedItem, Processing, Upload
+from medialane.store.items import Items, ItemSource, LeasedItem, Processing
 from medialane.store.messages import (
     PROTOCOL_VERSION,
     AliasResolved,
@@ -123,21 +123,18 @@ class StoreServer:
         status: Callable[[], StoreStatus],
         on_damaged: Callable[[], object] = lambda: None,
     ) -> None:
-        self._items = items
-        self._arena = arena
-        self._config = config
-        self._pulls = pulls
+        self.items, self.arena, self.config, self.pulls = items, arena, config, pulls
         self._max_connections = max_connections
         self._processor = processor
         self._status = status
         self._sessions: dict[StoreSession, None] = {}
-        self._absent = AbsentClients(arena)
+        self.absent = AbsentClients(arena)
         self._on_damaged = on_damaged
         self._listener: Listener | None = None
 
     async def serve(self, address: str) -> None:
         """Start listening. Raises StartupFailed."""
-        self._absent.take_over(self._items.embeddings)
+        self.absent.take_over(self.items.embeddings)
         self._listener = await Listener.listen(address, self._open)
 
     def loaded(self) -> None:
@@ -171,13 +168,11 @@ class StoreServer:
             session.connection.end(StoreUnavailable("the store is shutting down"))
         for session in list(self._sessions):
             await session.connection.closed.wait()
-        self._absent.close()
-        self._items.embeddings.close()
+        self.absent.close()
+        self.items.embeddings.close()
 
     def _open(self) -> Connection:
-        return StoreSession(
-            self, self._items, self._arena, self._config, pulls=self._pulls, absent=self._absent
-        ).connection
+        return StoreSession(self).connection
 
     # The methods below are called by sessions.
 
@@ -200,15 +195,15 @@ class StoreServer:
         self._check_processor(hello)
         session.slot, session.use = self._earlier_use(hello)
         try:
-            session.use.keep_only(hello.holds if hello.arena == self._arena.id else {}, self._arena.claim)
+            session.use.keep_only(hello.holds if hello.arena == self.arena.id else {}, self.arena.claim)
         except UnknownEntry as error:
             logger.error("the arena of an earlier store cannot be used: %s", error)
-            self._arena.set_aside()
+            self.arena.set_aside()
             self._on_damaged()
             raise StoreUnavailable("the store begins with a new arena") from error
-        self._absent.settle(session.slot)
-        offer = ArenaOffer(self._arena.id, self._arena.nonce)
-        return StoreWelcome(pid=os.getpid(), arena=offer, slot=session.slot, can_grant=self._pulls.can_grant)
+        self.absent.settle(session.slot)
+        offer = ArenaOffer(self.arena.id, self.arena.nonce)
+        return StoreWelcome(pid=os.getpid(), arena=offer, slot=session.slot, can_grant=self.pulls.can_grant)
 
     def pass_holds(self, passed: PassHolds) -> None:
         """Have the client that is named hold entries, if it is connected: otherwise it asks itself."""
@@ -218,18 +213,18 @@ class StoreServer:
 
     async def reclaim(self) -> bool:
         """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""
-        before = self._arena.stats().pinned_bytes
+        before = self.arena.stats().pinned_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(RECLAIM_TIMEOUT_S):
                 await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
-        return self._arena.stats().pinned_bytes < before
+        return self.arena.stats().pinned_bytes < before
 
     def lost(self, session: StoreSession) -> None:
         """Called once. What the client may still be using is kept."""
         self._sessions.pop(session, None)
         use, session.use = session.use, ClientUse()
         if session.hello is not None and len(use):
-            self._absent.add(session.slot, use)
+            self.absent.add(session.slot, use)
         else:
             use.end()
 
@@ -255,22 +250,17 @@ class StoreServer:
         for other in self._sessions:
             if other.hello is not None and other.hello.client_id == hello.client_id:
                 return other.slot, other.replace()
-        if hello.arena == self._arena.id and hello.slot not in {other.slot for other in self._sessions}:
-            return hello.slot, self._absent.take(hello.slot) or ClientUse()
+        if hello.arena == self.arena.id and hello.slot not in {other.slot for other in self._sessions}:
+            return hello.slot, self.absent.take(hello.slot) or ClientUse()
         return new_slot(), ClientUse()
 
 
 class StoreSession:
     """A `connection.Peer`."""
 
-    def __init__(
-        self, server: StoreServer, items: Items, arena: Arena, config: RpcConfig, *, pulls: Pulls, absent: AbsentClients
-    ) -> None:
+    def __init__(self, server: StoreServer) -> None:
         self._server = server
-        self._items = items
-        self._arena = arena
-        self._pulls = pulls
-        self._absent = absent
+        self._items, self._arena, self._pulls = server.items, server.arena, server.pulls
         self._reclaimed = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[Proceed]] = {}
@@ -281,7 +271,7 @@ class StoreSession:
         #: What the client may still read or write, and the slot whose lock shows that it lives.
         self.use = ClientUse()
         self.slot = 0
-        self.connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
+        self.connection = Connection(self, server.config, max_frame_bytes=server.config.max_frame_bytes)
 
     def refuse(self, error: MedialaneError) -> None:
         self.connection.send(StoreRefused(to_report(error)))
@@ -300,7 +290,7 @@ class StoreSession:
         if TAKER.get():
             TAKER.set(f"{self._name}: passed with request {passed.request_id}")
         with suppress(HandoverFailed):
-            hold_ids = [self.use.hold([lease]) for lease in self._share(passed.ranges)]
+            hold_ids = [self.use.hold(lease) for lease in self._share(passed.ranges)]
             embeddings = list(self._passed_embeddings(passed.embeddings))
             self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids, embeddings), at_once=True)
 
@@ -452,21 +442,12 @@ class StoreSession:
                 return MediaLeased(call.call_id, await self._put_media(call))
 
     async def _find(self, call: FindItem) -> Reply:
-        timeline = StageTimeline()
-        processing = Processing(self._processor, call.options, call.encoder)
+        source, processing = self._source(call), Processing(self._processor, call.options, call.encoder)
         if call.refers:
-            refer = partial(self._items.refer, call.ref, processing, upload=self._upload(call))
-            return self._found(call.call_id, await self._with_memory(refer), timeline)
-        find = partial(
-            self._items.find,
-            call.ref,
-            call.form,
-            processing,
-            timeline=timeline,
-            upload=self._upload(call),
-            admit=partial(self._admit, call.call_id),
-        )
-        return self._found(call.call_id, await self._with_memory(find), timeline)
+            refer = partial(self._items.refer, source._replace(admit=None), processing)
+            return self._found(call.call_id, await self._with_memory(refer), StageTimeline())
+        find = partial(self._items.find, source, call.form, processing)
+        return self._found(call.call_id, await self._with_memory(find), source.timeline)
 
     async def _put(self, call: PutFeature) -> Reply:
         async def receive(reservation: Reservation) -> None:
@@ -480,7 +461,7 @@ class StoreSession:
         value = item.lease.value
         return ItemFound(
             call_id,
-            self.use.hold([item.lease]),
+            self.use.hold(item.lease),
             item.lease.range,
             item.content_hash,
             item.is_hit,
@@ -490,19 +471,12 @@ class StoreSession:
         )
 
     async def _describe(self, call: DescribeItem) -> Reply:
-        describe = partial(
-            self._items.describe,
-            call.ref,
-            call.options,
-            call.size,
-            timeline=StageTimeline(),
-            upload=self._upload(call),
-            admit=partial(self._admit, call.call_id),
-        )
+        describe = partial(self._items.describe, self._source(call), call.options, call.size)
         return ItemDescribed(call.call_id, *await self._with_memory(describe))
 
-    def _upload(self, call: FindItem | DescribeItem) -> Upload | None:
-        return None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
+    def _source(self, call: FindItem | DescribeItem) -> ItemSource:
+        upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
+        return ItemSource(call.ref, StageTimeline(), upload, partial(self._admit, call.call_id))
 
     async def _admit(self, call_id: int, width: int, height: int) -> None:
         await self._ask(ImageSize(call_id, width, height))
@@ -513,7 +487,7 @@ class StoreSession:
             held = await self._with_memory(partial(self._items.embeddings.find, call, self.slot), may_wait=False)
         if held is None:
             return NoEmbedding(call.call_id)
-        hold_id = self.use.hold([held.hold])
+        hold_id = self.use.hold(held.hold)
         return EmbeddingFound(call.call_id, hold_id, held.embedding.tensor, held.is_filled)
 
     def _passed_embeddings(self, wanted: Sequence[FindEmbedding]) -> Iterator[PassedEmbedding]:
@@ -521,12 +495,12 @@ class StoreSession:
         for one in wanted:
             with suppress(ArenaFull):
                 if (held := self._items.embeddings.find_now(one, self.slot)) is not None:
-                    hold_id = self.use.hold([held.hold])
+                    hold_id = self.use.hold(held.hold)
                     yield PassedEmbedding(one.key, hold_id, held.embedding.tensor, held.is_filled)
 
     def _hold(self, call: HoldEntries) -> Reply:
         """Raises HandoverFailed."""
-        hold_ids = [self.use.hold([lease]) for lease in self._share(call.ranges)]
+        hold_ids = [self.use.hold(lease) for lease in self._share(call.ranges)]
         return EntriesHeld(call.call_id, hold_ids, call.ranges)
 
     def _share(self, ranges: Sequence[ArenaRange]) -> list[Hold]:
@@ -534,7 +508,7 @@ class StoreSession:
         leases: list[Hold] = []
         for entry in ranges:
             lease: Hold | None = self._arena.share(entry)
-            if lease is None and self._absent.is_taking_over:  # the gateway may connect after this client
+            if lease is None and self._server.absent.is_taking_over:  # the gateway may connect after this client
                 lease = self._arena.claim(entry)
             if lease is None:
                 for taken in leases:
@@ -547,7 +521,7 @@ class StoreSession:
         """Hold copies of the entries. All or none."""
         leases = await self._with_memory(partial(self._pulls.pull, call.entries))
         copies = [LocalCopy(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
-        return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], copies)
+        return EntriesPulled(call.call_id, [self.use.hold(lease) for lease in leases], copies)
 
     async def _with_memory(self, find: Callable[[], Awaitable[T]], *, may_wait: bool = True) -> T:
         """Return what `find` does, called again if memory is short and more is to come: none is reserved at first in an
@@ -557,12 +531,12 @@ class StoreSession:
         deadline, has_reclaimed = loop.time() + (GROWTH_TIMEOUT_S if may_wait else 0.0), False
         while True:
             # As it is now: it may change between the failure, of a fetch that others share, and its arrival here.
-            may_reserve, is_growing = self._absent.may_reserve.is_set(), self._arena.is_growing
+            may_reserve, is_growing = self._server.absent.may_reserve.is_set(), self._arena.is_growing
             try:
                 return await find()
             except ArenaFull:
                 if may_wait and not may_reserve:
-                    await self._absent.may_reserve.wait()
+                    await self._server.absent.may_reserve.wait()
                 elif is_growing and loop.time() < deadline:
                     await asyncio.sleep(GROWTH_INTERVAL_S)
                 elif has_reclaimed or not await self._server.reclaim():

@@ -18,7 +18,6 @@ from medialane.gateway.workers import (
     ClientReports,
     ClientRequests,
     RemoteRequest,
-    RoutedWorker,
     RpcClient,
 )
 from medialane.observability import Metrics
@@ -166,7 +165,7 @@ class FakeHandler:
             self.blocks.pop(block_id, None)
         packed = [b"".join(block_id.to_bytes(8, "little") for block_id in ids) for ids in (stored, removed)]
         for listener in list(self.block_listeners):
-            listener(KvChange(0, 0, packed[0], packed[1], snapshot=clear))
+            listener(KvChange(0, packed[0], packed[1], snapshot=clear))
 
     def _delta(self, request: EngineRequest, number: int, token_id: int) -> OutputDelta:
         finished = number == len(self._token_ids) - 1
@@ -282,13 +281,6 @@ class FakeLink(WorkerLink):
         self.role = card.role
         self.worker = FakeClient(card, admin_result=admin_result, send=send)
         self.worker.report(ArenaMapped(ARENA if same_host else "arena elsewhere"))
-
-    @property
-    def reports(self) -> RoutedWorker:
-        """What was registered for the reports of the worker that is connected."""
-        if self._reports is None:
-            raise LookupError(f"{self.name} has not joined")
-        return self._reports
 
     def join(self, worker: FakeClient | None = None) -> None:
         """Connect; with another `worker`, to that."""

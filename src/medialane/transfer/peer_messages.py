@@ -22,14 +22,16 @@ both sides: a peer that is stopped or unreachable must not delay a request for m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from medialane.types.errors import ErrorReport, ProtocolViolation
+from medialane.types.errors import ErrorReport
 from medialane.types.feature import MAX_HEADER_BYTES, Feature, RemoteEntry
 from medialane.types.media import EncodedMedia
+from medialane.wire.framing import checked
 
 #: Must be equal on both sides; incremented by every incompatible change.
 PEER_VERSION = 2
@@ -94,27 +96,9 @@ class EntryClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToSource = PeerHello | OpenEntry | SendPayload | CloseEntry
 FromSource = PeerWelcome | PeerRefused | EntryOpened | EntryClosed
 
-_TO_SOURCE: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
-_FROM_SOURCE: msgspec.msgpack.Decoder[FromSource] = msgspec.msgpack.Decoder(FromSource)
-
-#: What msgspec raises for bytes that are not such a message, `__post_init__` and invalid UTF-8 included.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
-
-
-def decode_to_source(frame: bytes) -> ToSource:
-    """Raises ProtocolViolation."""
-    try:
-        return _TO_SOURCE.decode(frame)
-    except _UNREADABLE as error:
-        raise ProtocolViolation(f"unreadable message: {error}") from error
-
-
-def decode_from_source(frame: bytes) -> FromSource:
-    """Raises ProtocolViolation."""
-    try:
-        return _FROM_SOURCE.decode(frame)
-    except _UNREADABLE as error:
-        raise ProtocolViolation(f"unreadable message: {error}") from error
+#: The decoders raise ProtocolViolation.
+decode_to_source: Callable[[bytes], ToSource] = checked(msgspec.msgpack.Decoder(ToSource).decode)
+decode_from_source: Callable[[bytes], FromSource] = checked(msgspec.msgpack.Decoder(FromSource).decode)
 
 
 #: For the start of a pull, on a busy machine.

@@ -23,7 +23,6 @@ from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
     MAX_HELLO_BYTES,
     PEER_VERSION,
-    PROTOCOL,
     CloseEntry,
     EntryClosed,
     EntryOpened,
@@ -40,10 +39,9 @@ from medialane.types.feature import EntryKind, RemoteEntry
 from medialane.types.media import EncodedMedia
 from medialane.types.tensor import ArenaRange
 from medialane.wire.address import parse_tcp
-from medialane.wire.authentication import Role
 from medialane.wire.connection import check_version
 from medialane.wire.listener import Listener
-from medialane.wire.security import Security
+from medialane.wire.security import Authentication
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +91,11 @@ class PeerServer:
     """`serve` once, and `close` in any case. Stores may read our arena by `mover`, too; if it is preferred, those that
     leave the choice to us are offered it."""
 
-    def __init__(self, arena: Arena, security: Security, mover: Mover | None, *, prefers_mover: bool) -> None:
+    def __init__(
+        self, arena: Arena, authentication: Authentication, mover: Mover | None, *, prefers_mover: bool
+    ) -> None:
         self._arena = arena
-        self._authentication = security.authentication(PROTOCOL, Role.STORE, Role.STORE)
+        self._authentication = authentication
         self._mover = mover
         self._prefers_mover = prefers_mover
         self._tasks: dict[PeerConnection, asyncio.Task[None]] = {}
@@ -207,7 +207,7 @@ class PeerServer:
         async with asyncio.timeout(SMALL_SEND_TIMEOUT_S):
             await connection.send(EntryClosed())
 
-    async def _send_parts(self, connection: PeerConnection, lease: Lease[Cached]) -> None:
+    async def _send_parts(self, connection: PeerConnection, lease: Lease[Cached | None]) -> None:
         payload_bytes = lease.range.nbytes - ENTRY_HEADER_BYTES
         while True:
             match message := await connection.receive(decode_to_source):
@@ -221,13 +221,12 @@ class PeerServer:
                 case _:
                     raise _unexpected(message)
 
-    def _lease(self, entry: RemoteEntry) -> Lease[Cached]:
+    def _lease(self, entry: RemoteEntry) -> Lease[Cached | None]:
         """Raises HandoverFailed."""
         if self.capabilities is None:
             raise HandoverFailed("the store is stopping")
         self.capabilities.check(entry)
-        lease = self._arena.share_cached(entry.range, entry.key, entry.kind)
-        if lease is None:
+        if (lease := self._arena.claim(entry.range)) is None:
             raise HandoverFailed("the entry is no longer in its store")
         return lease
 
@@ -240,7 +239,7 @@ class PeerServer:
         return offers
 
 
-def _opened(value: Cached, offers: Mapping[str, bytes]) -> EntryOpened:
+def _opened(value: Cached | None, offers: Mapping[str, bytes]) -> EntryOpened:
     if isinstance(value, EncodedMedia):
         return EntryOpened(encoded=value, offers=dict(offers))
     return EntryOpened(feature=value, offers=dict(offers))

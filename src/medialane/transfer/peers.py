@@ -20,7 +20,6 @@ from medialane.arena import Cached
 from medialane.transfer.mover import OpenedEntry
 from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
-    PROTOCOL,
     CloseEntry,
     EntryClosed,
     EntryOpened,
@@ -34,9 +33,8 @@ from medialane.transfer.peer_messages import (
 from medialane.types.errors import MedialaneError, ProtocolViolation, TransferFailed, from_report
 from medialane.types.feature import RemoteEntry
 from medialane.wire.address import TcpAddress, parse_address
-from medialane.wire.authentication import Role
 from medialane.wire.dial import dial
-from medialane.wire.security import Security
+from medialane.wire.security import Authentication
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -57,9 +55,9 @@ class Peers:
     """Connects to the stores of other hosts, with at most `max_streams` connections for one entry. `arena` is the id
     of ours. The owner calls `close`. Deadlines are by time.monotonic."""
 
-    def __init__(self, arena: str, security: Security, *, max_streams: int, min_part_bytes: int) -> None:
+    def __init__(self, arena: str, authentication: Authentication, *, max_streams: int, min_part_bytes: int) -> None:
         self._arena = arena
-        self._authentication = security.authentication(PROTOCOL, Role.STORE, Role.STORE)
+        self._authentication = authentication
         self._max_streams, self._min_part_bytes = max_streams, min_part_bytes
         self._idle: dict[str, list[tuple[float, PeerConnection]]] = {}  # since when, the oldest first
         self._unreachable: TTLCache[str, bool] = TTLCache(_MAX_UNREACHABLE, UNREACHABLE_S)

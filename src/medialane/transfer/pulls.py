@@ -17,7 +17,7 @@ from cachetools import LRUCache
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
 from medialane.runtime.tasks import SingleFlight
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
-from medialane.transfer.peer_messages import longest_pull_s
+from medialane.transfer.peer_messages import PROTOCOL, longest_pull_s
 from medialane.transfer.peer_server import PeerServer
 from medialane.transfer.peers import MIN_PART_BYTES, Peers
 from medialane.types.errors import HandoverFailed, MediaTooLarge, TransferFailed, TransferTimeout
@@ -25,8 +25,9 @@ from medialane.types.feature import Embedding, EntryKind, Feature, MoverName, Re
 from medialane.types.media import EncodedMedia
 from medialane.types.stats import PullStats
 from medialane.types.tensor import ArenaRange, TensorDescriptor
+from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.security import Security
+from medialane.wire.security import Authentication, Security
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +95,14 @@ class Pulls:
     ) -> None:
         """A pull may take `max_pull_s` of its bytes, by default as in `peer_messages`. Raises StartupFailed for
         unusable files of the settings."""
-        security = Security.load(rpc)
+        authentication = Authentication(Security.load(rpc), PROTOCOL, Role.STORE, Role.STORE)
         self._arena = arena
         self._mover = mover
         self._prefers_mover = prefers_mover
         self._max_pull_s = max_pull_s
         self._health = MoverHealth()
-        self._peers = Peers(arena.id, security, max_streams=max_streams, min_part_bytes=min_part_bytes)
-        self._server = PeerServer(arena, security, mover, prefers_mover=prefers_mover)
+        self._peers = Peers(arena.id, authentication, max_streams=max_streams, min_part_bytes=min_part_bytes)
+        self._server = PeerServer(arena, authentication, mover, prefers_mover=prefers_mover)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release
         )

@@ -83,7 +83,6 @@ class TooManyMediaItems(InvalidRequest, code="too_many_media_items"): ...
 class UnknownMediaUuid(InvalidRequest, code="unknown_media_uuid"): ...
 class UnknownMedia(InvalidRequest, code="unknown_media", status=404): ...  # or another client's
 class NotFound(InvalidRequest, code="not_found", status=404): ...  # of what operators see: nothing has this name
-class InvalidKey(InvalidRequest, code="invalid_key", status=401): ...  # at the login of the page
 class UuidConflict(InvalidRequest, code="uuid_conflict", status=409): ...  # the uuid names other content
 class InvalidGrammar(InvalidRequest, code="invalid_grammar"): ...  # the engine cannot compile or follow it
 class InvalidUpload(InvalidRequest, code="invalid_upload"): ...  # vLLM's status for every file that it does not accept

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -57,8 +57,6 @@ class RemoteEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     def __repr__(self) -> str:
         return f"RemoteEntry({self.kind} {self.key[:12]}, {self.range.nbytes} bytes at {self.address})"
 
-
-V = TypeVar("V")
 
 #: Limit of a feature's header, in bytes. It is sent in control messages (to other processes and to workers); both ends
 #: check it.
@@ -266,15 +264,6 @@ class WantedEmbedding(NamedTuple):
     key: str
     feature: Feature
     spec: TensorSpec
-
-
-class FoundItem(NamedTuple, Generic[V]):
-    """An item in the arena, a hold on it, and the hash of its encoded bytes. `is_hit` is whether it was cached."""
-
-    content_hash: str
-    value: V
-    hold: Hold
-    is_hit: bool
 
 
 @dataclass(frozen=True, slots=True)

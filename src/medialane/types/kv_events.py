@@ -74,15 +74,13 @@ class KvEventBatch(msgspec.Struct, frozen=True):
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
     """A change of the blocks that one rank of a worker holds: packed block ids, u64 little-endian.
 
-    `sequence` counts the changes of the rank on one connection, from 0. A `snapshot` replaces everything known about
-    the rank; with `more`, the rest of its ids follows in the next changes, which do not have `snapshot` set. Otherwise
-    `stored` are now held and `removed` are not; a change may repeat known facts. `age_s` is the time between its
-    oldest event and its report, both by the clock of the worker's host (0 in snapshots): clocks of hosts are never
-    compared.
+    A `snapshot` replaces everything known about the rank; with `more`, the rest of its ids follows in the next changes,
+    which do not have `snapshot` set. Otherwise `stored` are now held and `removed` are not; a change may repeat known
+    facts. `age_s` is the time between its oldest event and its report, both by the clock of the worker's host (0 in
+    snapshots): clocks of hosts are never compared.
     """
 
     rank: int
-    sequence: int
     stored: bytes
     removed: bytes
     snapshot: bool = False
@@ -91,7 +89,4 @@ class KvChange(msgspec.Struct, frozen=True, array_like=True):
 
     def __repr__(self) -> str:
         kind = "snapshot, " if self.snapshot else ""
-        return (
-            f"KvChange(rank={self.rank}, sequence={self.sequence}, {kind}"
-            f"+{len(self.stored) // 8} -{len(self.removed) // 8} blocks)"
-        )
+        return f"KvChange(rank={self.rank}, {kind}+{len(self.stored) // 8} -{len(self.removed) // 8} blocks)"

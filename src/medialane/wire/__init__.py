@@ -54,7 +54,7 @@ from medialane.wire.protocol import (
     decode_from_worker,
     decode_to_worker,
 )
-from medialane.wire.security import Security, check_address, is_loopback
+from medialane.wire.security import Authentication, Security, check_address, is_loopback
 
 __all__ = [
     "HEADER",
@@ -64,6 +64,7 @@ __all__ = [
     "AdminFailed",
     "Administer",
     "ArenaMapped",
+    "Authentication",
     "ChannelToChild",
     "Connection",
     "DropPayload",

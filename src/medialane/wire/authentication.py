@@ -23,11 +23,11 @@ connection. Hence TLS is required beyond loopback, unless the operator accepts t
 Without a secret, both sides prove the knowledge of the empty one: that detects a secret on one side only.
 
 **Use.** `Security.load(config)` (`security.py`) reads the secret and the certificates of an RpcConfig;
-`security.authentication(protocol, role, peer_role)` describes one kind of connection, whoever dials. With that:
+`Authentication(security, protocol, role, peer_role)` describes one kind of connection, whoever dials. With that:
 
 `Listener.listen(address, make_protocol, authentication)` and `dial(address, protocol, authentication)` connect asyncio
 protocols, whose `connection_made` is called when the peer is authenticated, over TLS if configured. Both use
-`authenticate(sock, make_protocol, authentication, dialled_host=...)` (`authenticating.py`).
+`authenticate(sock, make_protocol, authentication, dialled_host=...)` (`security.py`).
 
 Before dialling an address or listening at it, `security.check_host(ip)` refuses it if it needs a secret or TLS that is
 not set. All of them raise AuthenticationFailed, with a reason for the log: the peer is disconnected without one.

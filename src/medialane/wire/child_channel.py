@@ -1,19 +1,20 @@
 """A channel between a process and its child: an unnamed Unix socket pair (SOCK_SEQPACKET), one packet is one msgpack
-message, with which file descriptors may be passed. The child ends when the channel is closed; `PidfdProcess` says when
-it has."""
+message, with which file descriptors may be passed. The child ends when the channel is closed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
+
+from medialane.runtime.stop import PidfdProcess
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -117,48 +118,21 @@ class ChannelToChild(Generic[R]):
             self._sock.close()
 
 
-#: How long a killed process may take to exit. It takes a millisecond unless it hangs inside the kernel.
-KILL_TIMEOUT_S = 10.0
-
-
-class PidfdProcess:
-    """A child process, or one forked by another process. Owns a pidfd: it becomes readable when the kernel has
-    terminated the process, so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called
-    then; that of a child reaps it, others are reaped by their parent, or by init."""
-
-    def __init__(self, pid: int, pidfd: int, on_exit: Callable[[], object] = lambda: None) -> None:
-        self.pid = pid
-        self.exited = asyncio.Event()
-        self.on_exit = on_exit
-        self._pidfd = pidfd
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(pidfd, self._note_exit)
-
-    def kill(self) -> None:
-        """Send SIGKILL. Raises ProcessLookupError if the process has exited."""
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; 0 only checks. Raises ProcessLookupError if the process has exited."""
-        if self.exited.is_set():
-            raise ProcessLookupError
-        signal.pidfd_send_signal(self._pidfd, number)
-
-    def _note_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.exited.set()
-        self.on_exit()
-
-
-async def end_process(process: PidfdProcess, grace_s: float) -> bool:
-    """Wait up to `grace_s` for the process to exit, then kill it. Returns False if the kernel did not terminate it
-    within KILL_TIMEOUT_S."""
-    for timeout_s in (grace_s, KILL_TIMEOUT_S):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await process.exited.wait()
-                return True
-        with suppress(ProcessLookupError):  # it has exited, and the loop has not noticed yet
-            process.kill()
-    return False
+def spawn(module: str, *arguments: str, environ: Mapping[str, str]) -> tuple[PidfdProcess, socket.socket]:
+    """Execute a module of ours with these arguments, the descriptor of its end of a channel and our process id; return
+    the process and our end. Raises OSError."""
+    ours, theirs = child_channel()
+    try:
+        with theirs:
+            child = subprocess.Popen(  # noqa: S603 - our own command line, no shell
+                [sys.executable, "-P", "-m", module, *arguments, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=dict(environ),
+                # Ctrl-C in the terminal must reach only this process, which then terminates the child.
+                start_new_session=True,
+            )
+    except BaseException:  # failed: the socket has no other owner
+        ours.close()
+        raise
+    return PidfdProcess(child.pid, os.pidfd_open(child.pid), on_exit=child.wait), ours

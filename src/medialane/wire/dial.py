@@ -10,8 +10,7 @@ from functools import partial
 
 from medialane.types.errors import NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire.address import TcpAddress, UnixAddress, parse_address
-from medialane.wire.authenticating import authenticate
-from medialane.wire.security import Authentication
+from medialane.wire.security import Authentication, authenticate
 
 #: How long one address of a host is tried before the next is, too.
 ATTEMPT_DELAY_S = 0.25

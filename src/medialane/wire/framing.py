@@ -7,10 +7,14 @@ size. Frames do not depend on how the stream is split into chunks.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from medialane.types.errors import ProtocolViolation
+
+T = TypeVar("T")
 
 HEADER = struct.Struct(">I")
 
@@ -18,6 +22,22 @@ HEADER = struct.Struct(">I")
 RAW = b"\xc1"
 
 _ENCODER = msgspec.msgpack.Encoder()
+
+#: What msgspec raises for bytes that are not such a message: `__post_init__`, invalid UTF-8, and unknown fields nested
+#: too deeply included.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
+
+
+def checked(decode: Callable[[bytes | memoryview], T]) -> Callable[[bytes | memoryview], T]:
+    """Return the decoder of one side's messages by msgspec's, with ProtocolViolation for what it cannot read."""
+
+    def decode_message(frame: bytes | memoryview) -> T:
+        try:
+            return decode(frame)
+        except UNREADABLE as error:
+            raise ProtocolViolation(f"unreadable message: {error}") from error
+
+    return decode_message
 
 
 class FrameReader:

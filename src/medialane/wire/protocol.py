@@ -50,9 +50,10 @@ from medialane.types.kv_events import KvChange
 from medialane.types.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.types.stats import MetricChanges, PendingWork
 from medialane.wire.connection import other_version
+from medialane.wire.framing import UNREADABLE
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -239,9 +240,6 @@ FromWorker = (
     Join | Welcome | Refused | Output | Failed | Released | Pong | AdminDone | AdminFailed | MetricValues | Report
 )
 
-#: Exceptions of msgspec for malformed messages; RecursionError for an unknown field nested too deeply.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
 _TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _UNREADABLE_SUBMIT = msgspec.msgpack.Decoder(UnreadableSubmit)
@@ -251,12 +249,12 @@ def decode_to_worker(frame: memoryview) -> ToWorker | UnreadableSubmit:
     """Decode a gateway's message. Raises ProtocolViolation."""
     try:
         return _TO_WORKER.decode(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         if (version := other_version(frame, "Hello", PROTOCOL_VERSION)) is not None:
             return Hello(version=version, gateway_id="")
         try:
             return _UNREADABLE_SUBMIT.decode(frame)
-        except _UNREADABLE:
+        except UNREADABLE:
             raise ProtocolViolation(f"unreadable message: {error}") from error
 
 
@@ -264,7 +262,7 @@ def decode_from_worker(frame: memoryview) -> FromWorker:
     """Decode a worker's message. Raises ProtocolViolation."""
     try:
         return _FROM_WORKER.decode(frame)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         if (version := other_version(frame, "Join", PROTOCOL_VERSION)) is not None:
             return Join(version=version, name="", worker_id="", card=ModelCard("", 0, 0, {}))
         raise ProtocolViolation(f"unreadable message: {error}") from error

@@ -4,8 +4,8 @@
 """
 
 from medialane.worker.config import WorkerConfig
+from medialane.worker.link import RpcServer
 from medialane.worker.serve import EXIT_ENGINE_LOST, serve_worker
-from medialane.worker.server import RpcServer
 from medialane.worker.worker import Worker
 
 __all__ = [

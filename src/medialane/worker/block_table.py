@@ -99,9 +99,9 @@ class BlockTable:
         """Return the changes since the last call, as those of this rank; None if there are none. Of a snapshot,
         `stored` are all held blocks."""
         if self._renewed:
-            change = KvChange(rank, 0, pack(self.held()), b"", snapshot=True, age_s=age_s)
+            change = KvChange(rank, pack(self.held()), b"", snapshot=True, age_s=age_s)
         elif self._stored or self._removed:
-            change = KvChange(rank, 0, pack(self._stored), pack(self._removed), age_s=age_s)
+            change = KvChange(rank, pack(self._stored), pack(self._removed), age_s=age_s)
         else:
             return None
         self._renewed = False

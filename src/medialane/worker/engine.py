@@ -34,11 +34,6 @@ class Engine(Protocol):
         """As of the last `ping`."""
         ...
 
-    @property
-    def longest_embedding_step_s(self) -> float:
-        """How long looking up embeddings has taken at most in one step of the scheduler, as of the last `ping`."""
-        ...
-
     def loads(self) -> Sequence[WorkerLoad]:
         """Return the load of each data-parallel rank, in order."""
         ...

@@ -66,8 +66,7 @@ class Handler(Protocol):
         ...
 
     def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
-        """Call `listener` with each change of the engine's KV blocks until the returned function is called. `sequence`
-        is 0: the caller numbers changes."""
+        """Call `listener` with each change of the engine's KV blocks until the returned function is called."""
         ...
 
     async def administer(self, call: AdminCall) -> AdminResult:

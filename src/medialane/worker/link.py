@@ -1,47 +1,42 @@
-"""One gateway's connection at the worker: registration, then requests (`SessionRequests`), administrative calls
-(`SessionCalls`), and reports (`SessionReports`).
+"""The worker's end of its connections to gateways: it listens or connects (`RpcServer`), and runs one `Session` per
+connected gateway, each in a task of its own.
 
-A session ends, and `run` returns, when the connection is closed **and** all of its requests are released. The Welcome
-of the gateway's next session waits for that.
-
-Each administrative call or metric read runs as a task of the session. When the connection is closed, the tasks are
-cancelled; a call that the engine has started still completes.
+A session is registration, then requests (`SessionRequests`), administrative calls (`SessionCalls`), and reports
+(`SessionReports`). It ends, and `run` returns, when the connection is closed **and** all of its requests are released.
+The Welcome of the gateway's next session waits for that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-import msgspec
-
-from medialane.types.admin import clears_encoder_cache
 from medialane.types.errors import (
+    AlreadyJoined,
     MedialaneError,
     ProtocolViolation,
-    Unavailable,
+    StartupFailed,
+    WorkerDraining,
     WorkerLost,
     from_report,
     report_of,
     to_report,
 )
-from medialane.types.request import EncoderCard
-from medialane.types.stats import MetricChanges
+from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
+from medialane.wire.connection import Connection, check_version
+from medialane.wire.dial import dial
 from medialane.wire.framing import raw_data
+from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
+    PROTOCOL_VERSION,
     Abort,
-    AdminDone,
-    AdminFailed,
     Administer,
-    Command,
     Drain,
     DropPayload,
     Hello,
     Join,
-    MetricValues,
     Payload,
     Pending,
     PendingEnded,
@@ -56,9 +51,10 @@ from medialane.wire.protocol import (
     Welcome,
     decode_to_worker,
 )
+from medialane.wire.security import Authentication, Security
 from medialane.worker.handler import Handler
 from medialane.worker.reports import PendingWorkRelay, SessionReports
-from medialane.worker.requests import SessionRequests
+from medialane.worker.requests import SessionCalls, SessionRequests
 
 logger = logging.getLogger(__name__)
 
@@ -67,28 +63,16 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class Session:
-    """`relay` has the worker's registered gateways. `join` is sent first if this worker connects to the gateway;
-    `on_hello` is called when it has registered. `on_open` is called when the connection has opened, and starts
-    `run` as a task or calls `end`. `identify` checks the gateway's Hello and returns when its earlier sessions have
-    ended; it raises MedialaneError to refuse it."""
+    """One gateway's connection. `join` is sent first if this worker connects to the gateway; `on_hello` is called when
+    it has registered."""
 
     def __init__(
-        self,
-        handler: Handler,
-        config: RpcConfig,
-        *,
-        request_ids: set[str],
-        relay: PendingWorkRelay,
-        on_open: Callable[[Session], None],
-        identify: Callable[[Session, Hello], Awaitable[None]],
-        join: Join | None = None,
-        on_hello: Callable[[Hello], None] = lambda _: None,
+        self, server: RpcServer, join: Join | None = None, on_hello: Callable[[Hello], None] = lambda _: None
     ) -> None:
+        handler, config = server.handler, server.config
+        self._server = server
         self._handler = handler
         self._config = config
-        self._relay = relay
-        self._on_open = on_open
-        self._identify = identify
         self._join = join
         self._on_hello = on_hello
         #: Why the gateway was not registered, or was lost.
@@ -99,11 +83,13 @@ class Session:
         self._tasks = asyncio.TaskGroup()
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
         self.connection = Connection(self, config, max_frame_bytes=max_hello_bytes)
-        self._calls = SessionCalls(handler, self.connection.send, self._tasks, on_encoder_cleared=relay.encoder_cleared)
+        self._calls = SessionCalls(
+            handler, self.connection.send, self._tasks, on_encoder_cleared=server.relay.encoder_cleared
+        )
         self._reports = SessionReports(
             handler,
             self.connection,
-            relay=relay,
+            relay=server.relay,
             max_frame_bytes=config.max_frame_bytes,
             max_pending=config.max_in_flight,
         )
@@ -111,7 +97,7 @@ class Session:
             handler,
             self.connection,
             config=config,
-            request_ids=request_ids,
+            request_ids=server.request_ids,
             tasks=self._tasks,
             on_change=self._requests_changed,
         )
@@ -165,7 +151,7 @@ class Session:
     def opened(self, connection: Connection) -> None:
         if self._join is not None:
             self.connection.send(self._join)
-        self._on_open(self)
+        self._server.admit(self)
 
     def received(self, frame: memoryview) -> None:
         if (piece := raw_data(frame)) is not None:
@@ -227,7 +213,7 @@ class Session:
             self._welcome(hello, welcome)
 
     async def _register(self, hello: Hello) -> Welcome:
-        await self._identify(self, hello)
+        await self._server.identify(self, hello)
         self._registered = hello
         return await self._handler.register(hello)
 
@@ -246,7 +232,7 @@ class Session:
         self._on_hello(hello)
 
     def _requests_changed(self) -> None:
-        self._relay.load_changed()
+        self._server.relay.load_changed()
         self._disconnect_if_drained()
 
     def _disconnect_if_drained(self) -> None:
@@ -258,81 +244,162 @@ def _unexpected(message: ToWorker | UnreadableSubmit) -> ProtocolViolation:
     return ProtocolViolation(f"unexpected {type(message).__name__}")
 
 
-#: Most administrative calls in flight on one connection; they are rare.
-MAX_CALLS = 64
+#: For a connection to a gateway: packets to a host that is down or cut off are lost silently.
+DIAL_TIMEOUT_S = 3.0
 
 
-class SessionCalls:
-    """Used on the event loop. The calls run as tasks of `tasks`, which must have been entered."""
+class RpcServer:
+    """Serves `handler` to every gateway that connects, after `serve`, and to those that it has joined. Call `close` in
+    any case."""
 
-    def __init__(
-        self,
-        handler: Handler,
-        send: Callable[[msgspec.Struct], None],
-        tasks: asyncio.TaskGroup,
-        *,
-        on_encoder_cleared: Callable[[EncoderCard | None], None],
-    ) -> None:
-        self._handler = handler
-        self._on_encoder_cleared = on_encoder_cleared
-        self._send = send
-        self._tasks = tasks
-        self._changed_metrics = handler.metrics()
-        self._calls: set[asyncio.Task[None]] = set()
-        self._reading: asyncio.Task[None] | None = None
+    def __init__(self, handler: Handler, config: RpcConfig) -> None:
+        self.handler = handler
+        self.config = config
+        #: The registered gateways.
+        self.relay = PendingWorkRelay()
+        #: Of the requests in flight on any connection.
+        self.request_ids: set[str] = set()
+        self._listener: Listener | None = None
+        self._sessions: dict[Session, asyncio.Task[None]] = {}
+        self._unidentified = PendingConnections(_end_unidentified)
+        self._gateway_ids: dict[Session, str] = {}  # of the identified ones
+        self._stopped = False
 
-    def start(self, message: Command) -> None:
-        """Handle `message`, if necessary in a task. Raises ProtocolViolation for a second metric read in flight."""
-        if isinstance(message, Drain):
-            logger.warning("an operator asks this worker to drain")
-            self._handler.drain()
-        elif isinstance(message, ReadMetrics):
-            if self._reading is not None and not self._reading.done():
-                raise ProtocolViolation("metrics were requested while a read is in flight")
-            self._reading = self._tasks.create_task(self._read(), name="read metrics")
-        elif len(self._calls) >= MAX_CALLS:
-            error = Unavailable("the worker has reached its limit of concurrent administrative calls")
-            self._send(AdminFailed(message.call_id, to_report(error)))
-        else:
-            name = f"administrative call {type(message.call).__name__}"
-            task = self._tasks.create_task(self._do(message), name=name)
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+    @property
+    def num_gateways(self) -> int:
+        """Registered gateways."""
+        return len(self.relay)
 
-    def cancel(self) -> None:
-        """Cancel all tasks: the connection is closed."""
-        for task in self._calls:
-            task.cancel()
-        if self._reading is not None:
-            self._reading.cancel()
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that have not been released, including those of closed connections."""
+        return sum(session.num_running for session in self._sessions)
 
-    async def _do(self, message: Administer) -> None:
-        logger.info("administrative call: %s", message.call)
-        before = self._handler.encoder
+    async def serve(self, address: str) -> str:
+        """Start listening; return the address to connect to (with the port that the kernel chose for port 0).
+
+        Raises StartupFailed if it cannot listen at the address, or the address needs a secret and there is none.
+        """
+        if self._listener is not None or self._stopped:
+            raise StartupFailed("an RpcServer serves once")
+        self._listener = await Listener.listen(address, self._open_connection, self._authentication())
+        return self._listener.address
+
+    async def join(self, address: str, join: Join, *, on_hello: Callable[[Hello], None] = lambda _: None) -> None:
+        """Connect to the gateway that listens for workers at `address`, and serve it until the connection has ended and
+        its requests are released. `on_hello` is called when it has registered.
+
+        Raises what `dial` raises, and if the gateway has not registered: AlreadyJoined if it is connected through
+        another address; WorkerLost if it may be tried again soon; another error if it refuses this worker until the
+        configuration of either changes.
+        """
+        session = Session(self, join, on_hello)
         try:
-            result = await self._handler.administer(message.call)
-        except asyncio.CancelledError:
-            self._note_cleared(before, clears_encoder_cache(message.call))  # the engine may still complete the call
-            raise
-        except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this call alone
-            self._note_cleared(before)
-            self._send(AdminFailed(message.call_id, report_of(error, "administrative call")))
-        else:
-            self._note_cleared(before, clears_encoder_cache(message.call))
-            self._send(AdminDone(message.call_id, result))
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await dial(address, session.connection, self._authentication())
+        except TimeoutError:
+            raise WorkerLost("the address does not respond") from None
+        if (task := self._sessions.get(session)) is not None:
+            await asyncio.wait([task])
+        if not session.is_welcome:
+            raise session.error or WorkerLost("the connection was lost")
 
-    def _note_cleared(self, before: EncoderCard | None, is_cleared: bool = False) -> None:
-        encoder = self._handler.encoder
-        if is_cleared or encoder != before:
-            self._on_encoder_cleared(encoder)
+    async def drain(self) -> None:
+        """Report at once that the handler is draining, and wait until no request runs."""
+        for session in self._sessions:
+            session.beat()
+        while running := [task for session in self._sessions for task in session.request_tasks]:
+            await asyncio.wait(running)
 
-    async def _read(self) -> None:
-        pieces: list[MetricChanges] = []
-        try:
-            # In a thread: it takes some milliseconds, which would delay tokens of other requests.
-            pieces = await asyncio.to_thread(self._changed_metrics)
-        except Exception as error:  # noqa: BLE001 - a third-party collector in the registry
-            report_of(error, "reading of metrics")
-        for piece in pieces:
-            self._send(MetricValues(piece, more=True))
-        self._send(MetricValues(MetricChanges()))
+    async def stop(self, error: MedialaneError | None = None) -> None:
+        """Fail every request with `error`, by default WorkerDraining, and cancel it; refuse registrations, and wait up
+        to `release_timeout_s` until all requests are released. Others are logged; their connections stay open until
+        `close`. Idempotent.
+        """
+        self._stopped = True
+        for session in list(self._sessions):
+            session.stop(error or WorkerDraining("the worker is shutting down"))
+        if self._sessions:
+            await asyncio.wait(self._sessions.values(), timeout=self.config.release_timeout_s)
+        if self._sessions:
+            logger.error("%d requests have not been released", self.num_in_flight)
+
+    async def close(self) -> None:
+        """Stop if not yet stopped, close all connections, and stop listening last. Requests that `stop` has not seen
+        released are cancelled again. Idempotent."""
+        if not self._stopped:
+            await self.stop()
+        await self._end_sessions()
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            await listener.close()
+
+    def _authentication(self) -> Authentication:
+        return Authentication(Security.load(self.config), "rpc", Role.WORKER, Role.GATEWAY)
+
+    def _open_connection(self) -> Connection:
+        """Return the protocol for an accepted connection."""
+        return Session(self).connection
+
+    def drop_connections(self, error: WorkerLost) -> None:
+        """End the session of every gateway, which connects again unless this server is closed."""
+        for session in list(self._sessions):
+            session.end(error)
+
+    async def _end_sessions(self) -> None:
+        """End every session now and wait for it; tasks that take too long are cancelled."""
+        self.drop_connections(WorkerLost("the worker is shutting down"))
+        for cancelling in (False, True):
+            late = set(self._sessions.values())
+            if not late:
+                return
+            for task in late if cancelling else ():
+                task.cancel()
+            await asyncio.wait(late, timeout=END_TIMEOUT_S)
+
+    def admit(self, session: Session) -> None:
+        """Run a new session, unless the worker is shutting down."""
+        if self._stopped:
+            session.end(WorkerLost("the worker is shutting down"))
+            return
+        task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
+        self._sessions[session] = task
+        task.add_done_callback(lambda _: self._ended(session, task))
+        self._unidentified.add(session, "a process that has not registered")
+
+    async def identify(self, session: Session, hello: Hello) -> None:
+        """Check the version, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
+        check_version(hello.version, PROTOCOL_VERSION, ("gateway", "worker"))
+        self._unidentified.discard(session)
+        if len({*self._gateway_ids.values(), hello.gateway_id}) > self.config.max_connections:
+            logger.warning("more than %d gateways", self.config.max_connections)
+            raise WorkerLost("the worker has reached its limit of gateways")
+        self._gateway_ids[session] = hello.gateway_id
+        await self._replace_earlier(session, hello.gateway_id)
+
+    async def _replace_earlier(self, session: Session, gateway_id: str) -> None:
+        """End the gateway's other sessions and wait until all are released. Raises WorkerLost after a timeout, and
+        AlreadyJoined if this worker has another connection to the gateway that it has joined."""
+        others = [
+            other for other, other_id in self._gateway_ids.items() if other is not session and other_id == gateway_id
+        ]
+        if session.has_joined and any(other.is_open for other in others):
+            raise AlreadyJoined("the worker is connected to this gateway through another address")
+        for other in others:
+            other.end(WorkerLost("the gateway has reconnected"))
+        if not others:
+            return
+        _, late = await asyncio.wait([self._sessions[other] for other in others], timeout=self.config.release_timeout_s)
+        if late:
+            raise WorkerLost("requests of the gateway's earlier connection have not been released yet")
+
+    def _ended(self, session: Session, task: asyncio.Task[None]) -> None:
+        del self._sessions[session]
+        self._unidentified.discard(session)
+        self._gateway_ids.pop(session, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a session has failed", exc_info=error)
+
+
+def _end_unidentified(session: Session) -> None:
+    session.end(WorkerLost("too many connections are not registered"))

@@ -32,7 +32,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.stats import StoreStats
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
-from medialane.worker.server import RpcServer
+from medialane.worker.link import RpcServer
 from medialane.worker.worker import Worker
 
 #: vLLM's label of a data-parallel rank.
@@ -69,10 +69,6 @@ class WorkerStatus(Collector):
             "medialane_worker_gateways": ("Gateways that are registered with this worker", self._server.num_gateways),
             "medialane_worker_requests": ("Requests of all gateways in this worker", self._server.num_in_flight),
             "medialane_worker_arena_mapped": ("1 while the arena of this host is mapped", self._worker.has_arena),
-            "medialane_worker_embedding_step_seconds_max": (
-                "Longest lookup of embeddings in a step of the engine's scheduler",
-                self._engine.longest_embedding_step_s,
-            ),
         }
         gauges = [GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in values.items()]
         memory: list[Memory] = [({}, self._worker.memory())]

@@ -53,8 +53,8 @@ class SessionReports:
         max_frame_bytes: int,
         max_pending: int,
     ) -> None:
+        self.connection = connection
         self._handler = handler
-        self._connection = connection
         self._relay = relay
         self._max_pending = max_pending
         self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
@@ -63,20 +63,12 @@ class SessionReports:
         self._reported: LoadReport | None = None
         self._reporting: asyncio.TimerHandle | None = None
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether the gateway reads too slowly: messages that can be omitted are."""
-        return self._connection.paused
-
-    def send(self, message: msgspec.Struct) -> None:
-        self._connection.send(message)
-
     def start(self) -> None:
         """Report everything after registration, then changes."""
         self.report_load()
-        if not self._connection.closed.is_set():
+        if not self.connection.closed.is_set():
             self._unwatch = [
-                self._handler.watch_arena(lambda arena: self._connection.send(ArenaMapped(arena))),
+                self._handler.watch_arena(lambda arena: self.connection.send(ArenaMapped(arena))),
                 self._handler.watch_blocks(self._blocks_changed),
             ]
             self._send_blocks()
@@ -94,11 +86,11 @@ class SessionReports:
 
     def report_load(self) -> None:
         self._reported = self._load()
-        self._connection.send(self._reported)
+        self.connection.send(self._reported)
 
     def load_changed(self) -> None:
         """Report the load soon, if it has changed."""
-        if self._reporting is None and not self._connection.closed.is_set():
+        if self._reporting is None and not self.connection.closed.is_set():
             self._reporting = asyncio.get_running_loop().call_later(LOAD_REPORT_DELAY_S, self._report_changed_load)
 
     def received(self, message: ReportRequest) -> None:
@@ -140,7 +132,7 @@ class SessionReports:
 
     def _send_blocks(self) -> None:
         if self._feed.wants_to_send():
-            self._connection.send_in_pieces(self._feed)
+            self.connection.send_in_pieces(self._feed)
 
 
 class PendingWorkRelay:
@@ -170,19 +162,20 @@ class PendingWorkRelay:
         number = next(self._numbers)
         message = Pending(number, work)
         for session in self._sessions:
-            if session is not sender and not session.is_slow:
-                session.send(message)
+            # To a gateway that reads too slowly, messages that can be omitted are not sent.
+            if session is not sender and not session.connection.paused:
+                session.connection.send(message)
         return number
 
     def relay_end(self, sender: SessionReports, number: int, *, is_computed: bool) -> None:
         message = PendingEnded(number, is_computed)
         for session in self._sessions:
             if session is not sender:
-                session.send(message)
+                session.connection.send(message)
 
     def encoder_cleared(self, encoder: EncoderCard | None) -> None:
         for session in self._sessions:
-            session.send(EncoderCleared(encoder))
+            session.connection.send(EncoderCleared(encoder))
 
     def load_changed(self) -> None:
         for session in self._sessions:
@@ -190,7 +183,7 @@ class PendingWorkRelay:
 
     def _report_count(self) -> None:
         for session in self._sessions:
-            session.send(Gateways(len(self._sessions)))
+            session.connection.send(Gateways(len(self._sessions)))
 
 
 #: Blocks per message: a gateway needs about 2 us to apply each, and its event loop is blocked in the meantime.
@@ -221,14 +214,13 @@ class BlockFeed:
         self._held = held
         self._max_frame_bytes = max_frame_bytes
         self._pieces: deque[Iterator[KvChange]] = deque()
-        self._sequences: dict[int, int] = {}
         self._num_waiting = 0
         self._stale = True
         self._is_sending = False
         self.num_snapshots = 0
 
     def push(self, change: KvChange) -> None:
-        """Queue a change; its `sequence` is ignored."""
+        """Queue a change."""
         if self._stale:
             return
         if change.snapshot:
@@ -265,7 +257,7 @@ class BlockFeed:
         while self._pieces:
             piece = next(self._pieces[0], None)
             if piece is not None:
-                return self._numbered(piece)
+                return piece
             self._pieces.popleft()
         return None
 
@@ -287,12 +279,7 @@ class BlockFeed:
         for start in range(0, max(1, len(ids)), self._piece_blocks):
             end = start + self._piece_blocks
             stored = np.array(ids[start:end], dtype="<u8").tobytes()
-            yield KvChange(rank, 0, stored, b"", snapshot=start == 0, more=end < len(ids))
-
-    def _numbered(self, piece: KvChange) -> KvChange:
-        sequence = self._sequences.get(piece.rank, 0)
-        self._sequences[piece.rank] = sequence + 1
-        return msgspec.structs.replace(piece, sequence=sequence)
+            yield KvChange(rank, stored, b"", snapshot=start == 0, more=end < len(ids))
 
 
 def _num_blocks(change: KvChange) -> int:

@@ -28,10 +28,10 @@ from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Join
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
-from medialane.worker.host_arena import HostArena
+from medialane.worker.link import RpcServer
+from medialane.worker.media import HostArena
 from medialane.worker.membership import Membership
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
-from medialane.worker.server import RpcServer
 from medialane.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

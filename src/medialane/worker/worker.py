@@ -34,9 +34,8 @@ from medialane.types.tensor import ArenaOffer
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.block_table import BlockReports
 from medialane.worker.config import WorkerConfig
-from medialane.worker.embeddings import HeldEmbeddings
 from medialane.worker.engine import Engine, StallWatch
-from medialane.worker.host_arena import HostArena, NoArena, Receiver, entries_read, hold_entries
+from medialane.worker.media import HeldEmbeddings, HostArena, NoArena, Receiver, entries_read, hold_entries
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from medialane.arena.entries import KINDS, EntryState, EntryTable
+from medialane.arena.entries import KINDS, EntryTable, State
 from medialane.types.errors import ArenaFull
 
 UNIT = 64
@@ -57,7 +57,7 @@ def test_published_entry_is_found_until_it_is_evicted():
     assert not table.evict("a")
     assert table.lookup("a") is None
     assert freed == [entry.range]
-    assert entry.state is EntryState.FREED
+    assert entry.state is State.FREED
     stats = table.stats()
     assert (stats.num_hits, stats.num_misses, stats.num_evictions, stats.free_bytes) == (1, 1, 1, 4 * UNIT)
 
@@ -71,7 +71,7 @@ def test_least_recently_used_entry_is_evicted():
     table.reserve(UNIT)
     assert freed == [b.range, c.range]
     assert table.contains("a")
-    assert a.state is EntryState.PUBLISHED
+    assert a.state is State.PUBLISHED
 
 
 def test_freed_range_is_announced_before_reuse():
@@ -136,7 +136,7 @@ def test_clear_spares_pinned_entries():
     assert table.clear() == 1
     assert not table.contains("a")
     assert table.contains("b")
-    assert writing.state is EntryState.WRITING
+    assert writing.state is State.WRITING
 
 
 @pytest.mark.parametrize("misuse", ["abandon", "keep"])

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from medialane.arena import index as index_module
-from medialane.arena.index import SLOT_BYTES, Index, Indexed, State
+from medialane.arena.entries import State
+from medialane.arena.index import SLOT_BYTES, Index, Indexed
 from medialane.arena.layout import PAGE_BYTES
 from medialane.types.tensor import ArenaRange
 

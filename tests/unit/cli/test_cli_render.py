@@ -20,7 +20,7 @@ def parsed(*words):
 
 def test_a_store_and_gateways_start_and_no_worker(tmp_path):
     config = render.without_workers(load_config({"gateways": "2"}))
-    specs = local.process_specs(config, "model", [], folder=tmp_path, hardware=Hardware((), 2), environ={})
+    specs = local.process_specs(config, "model", [], local.HostRun(tmp_path, Hardware((), 2), {}))
     assert [spec.name for spec in specs] == ["warm process", "store", "gateway 0", "gateway 1"]
     assert specs[-1].environ["MEDIALANE_RENDER_ONLY"] == "true"
 

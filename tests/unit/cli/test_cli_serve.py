@@ -28,9 +28,8 @@ script = sys.argv.pop(1)
 from scripted_processes import script_part
 from medialane.cli.main import main
 from medialane.cluster import local
-def process_specs(*_, folder, place=None, **__):
-    name = "worker 0" if place is None else f"{place.label} worker 0"
-    return [script_part(folder, name, script, stop_timeout_s=5.0)]
+def process_specs(_config, _model, _vllm_args, run, **_):
+    return [script_part(run.folder, f"{run.label} worker 0".strip(), script, stop_timeout_s=5.0)]
 local.process_specs = process_specs
 sys.exit(main(["serve", *sys.argv[1:]]))
 """

@@ -25,10 +25,9 @@ def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, listener=
         config(**flags, warm_start=warm_start),
         "org/model",
         list(vllm_args),
-        folder=tmp_path,
-        hardware=hardware or Hardware((), 2),
-        environ={"HOME": "/root"} if environ is None else environ,
-        listener=listener,
+        local.HostRun(
+            tmp_path, hardware or Hardware((), 2), {"HOME": "/root"} if environ is None else environ, listener
+        ),
     )
 
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from medialane.cluster import Hardware, model_groups
+from medialane.cluster import Hardware, local, model_groups
 from medialane.config import load_models
 from medialane.types.errors import StartupFailed
 
@@ -51,15 +51,9 @@ def specs(load, tmp_path):
         folder = tmp_path / "run"
         folder.mkdir()
         with socket.socket() as listener:
-            parts = model_groups.process_specs(
-                groups,
-                config,
-                vllm_args,
-                folder=folder,
-                hardware=hardware or Hardware((), 8),
-                environ={"PATH": "/bin", "VLLM_API_KEY": "key", "HF_TOKEN": "token"},
-                listener=listener,
-            )
+            environ = {"PATH": "/bin", "VLLM_API_KEY": "key", "HF_TOKEN": "token"}
+            run = local.HostRun(folder, hardware or Hardware((), 8), environ, listener)
+            parts = model_groups.process_specs(groups, config, vllm_args, run)
         return {part.name: part for part in parts}
 
     return specs

@@ -1,4 +1,4 @@
-from medialane.cluster import RestartDelay
+from medialane.cluster import Restarts
 from medialane.config import ClusterConfig
 
 
@@ -7,11 +7,11 @@ class Exits:
 
     def __init__(self):
         self.now_s = 0.0
-        self._delay = RestartDelay(ClusterConfig(), clock=lambda: self.now_s)
+        self._restarts = Restarts(ClusterConfig(), clock=lambda: self.now_s)
 
     def after(self, uptime_s, *, ready):
         self.now_s += uptime_s
-        return self._delay.next(had_become_ready=ready)
+        return self._restarts.delay_s(was_ready=ready)
 
 
 def test_process_that_had_become_ready_is_restarted_at_once():

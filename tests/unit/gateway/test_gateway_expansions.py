@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.gateway.request.expansions import Expansions, Item
+from medialane.gateway.request.expansions import Expansions, Item, PromptPrefix
 from medialane.types.feature import MediaSpan
 
 IMAGE, VIDEO = 900, 901
@@ -39,23 +39,23 @@ def learned(*prompts):
 
 
 def test_text_prompt_is_known_unchanged():
-    assert Expansions().expand([1, 2, 3], ()) == ([1, 2, 3], ())
+    assert Expansions().expand([1, 2, 3], ()) == PromptPrefix([1, 2, 3])
 
 
 def test_prompt_with_learned_items_is_fully_known():
     source, expanded, spans, items = source_and_expanded([9, "b", 8, "a", 7])
-    assert learned([1, "a", 2], [3, "b"]).expand(source, items) == (expanded, spans)
+    assert learned([1, "a", 2], [3, "b"]).expand(source, items) == PromptPrefix(expanded, spans)
 
 
 def test_prompt_is_known_up_to_its_first_new_item():
     source, _, spans, items = source_and_expanded([9, "a", 8, "b", 7])
     found = learned([1, "a", 2]).expand(source, items)
-    assert found == ([9, *TOKENS["a"], 8], spans[:1])
+    assert found == PromptPrefix([9, *TOKENS["a"], 8], spans[:1], (MediaSpan("b", 7, 0, "image"),))
 
 
 def test_expansion_is_unknown_before_a_placeholder_was_seen():
     source, _, _, items = source_and_expanded([9, "a", 8])
-    assert Expansions().expand(source, items) == ([], ())
+    assert Expansions().expand(source, items) == PromptPrefix([], (), (MediaSpan("a", 0, 0, "image"),))
     assert not learned([1, "v", 2]).expand(source, items).media
 
 
@@ -63,7 +63,7 @@ def test_modalities_are_distinguished():
     source, expanded, spans, items = source_and_expanded([1, "v", 2, "a", 3, "v"])
     by_modality = sorted(items, key=lambda item: item.modality)
     found = learned(["v", 2], ["a"]).expand(source, by_modality)
-    assert found == (expanded, spans)
+    assert found == PromptPrefix(expanded, spans)
 
 
 def test_placeholder_of_several_tokens_is_learned():
@@ -101,7 +101,7 @@ def test_memory_is_bounded_and_evicts_unused_entries():
 def test_learned_expansion_reproduces_its_prompt(parts):
     source, expanded, spans, items = source_and_expanded(parts)
     found = learned(["a", 1], ["b", 2], ["v", 3])
-    assert found.expand(source, items) == (expanded, spans)
+    assert found.expand(source, items) == PromptPrefix(expanded, spans)
 
 
 @given(st.lists(st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "v"])), min_size=1, max_size=30))

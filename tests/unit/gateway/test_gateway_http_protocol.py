@@ -57,7 +57,7 @@ async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
         log_config=None,
         timeout_graceful_shutdown=1,
     )
-    server = BoundedServer(settings, bounds=http_bounds(config, max_headers=max_headers))
+    server = BoundedServer(settings, bounds=http_bounds(config), max_headers=max_headers)
     task = asyncio.create_task(server.serve())
     app.server = server
     try:

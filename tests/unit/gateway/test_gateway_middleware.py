@@ -290,7 +290,7 @@ class Answering(App):
         request = current_scope()
         ref = request.resolve(request.references.text(0))
         item = StagedItem(ref, Feature("image", "h", b"", (), MediaSize()), None, is_hit=True)
-        request.record.prepared([item], [4], is_reported=True)
+        request.record.prepared([item], [4])
         headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"id":"a"}'})

@@ -1,6 +1,6 @@
 import asyncio
 
-from medialane.gateway.admission.concurrency import OldestFirst
+from medialane.gateway.admission import OldestFirst
 
 
 async def settled():

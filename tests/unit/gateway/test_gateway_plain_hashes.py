@@ -15,7 +15,14 @@ from medialane.media import MediaConfig
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_media import sample_jpeg
 from medialane.types.errors import InvalidRequest
-from medialane.types.feature import Feature, FoundItem, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.types.feature import (
+    Feature,
+    MediaPrompt,
+    PlacedFeature,
+    PlaceholderRange,
+    PreparedPrompt,
+    StagedItem,
+)
 from medialane.types.hashing import DecodedItem
 from medialane.types.media import Alias, EncodedMedia, Image, MediaRef, MediaSize
 from medialane.types.tensor import TensorSpec
@@ -37,21 +44,19 @@ class Features:
     async def count_sent(self, ref, budget):
         """Not counted here."""
 
-    async def encoded(self, ref, timeline, budget):
+    async def encoded(self, ref, options, timeline, budget):
         self.asked.append(("encoded", ref.param))
-        value = self._entry("encoded", ref, lambda found: EncodedMedia(ref.modality, "c", "video/mp4", found, 64, 22))
-        return FoundItem("c", value.value, value, is_hit=False)
+        lease = self._entry("encoded", ref, lambda found: EncodedMedia(ref.modality, "c", "video/mp4", found, 64, 22))
+        feature = Feature(ref.modality, "our key", b"", (), MediaSize())
+        return StagedItem(ref, feature, lease, media_type="video/mp4", content_hash="c")
 
-    async def decoded(self, ref, timeline, budget):
+    async def decoded(self, ref, options, timeline, budget):
         self.asked.append(("decoded", ref.param))
         specs = (TensorSpec("uint8", (2, 3, 3)),)
         lease = self._entry(
-            "decoded", ref, lambda found: Feature("image", "d", b"", describe(found, specs), MediaSize(3, 2))
+            "decoded", ref, lambda found: Feature("image", "our key", b"", describe(found, specs), MediaSize(3, 2))
         )
-        return FoundItem("c", lease.value, lease, is_hit=False)
-
-    def key(self, ref, options, *, content):
-        return "our key"
+        return StagedItem(ref, lease.value, lease, is_hit=False, content_hash="c")
 
     def tensors(self, feature):
         return [

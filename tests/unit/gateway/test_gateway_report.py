@@ -11,7 +11,6 @@ import openai
 import pytest
 
 from medialane.gateway import (
-    ExtractedMedia,
     InlineTransport,
     PullTransport,
     ShmTransport,
@@ -280,8 +279,9 @@ def test_report_of_several_prompts_is_about_one_with_media():
     text, media, other = (RoutingDecision("w0", "idle") for _ in range(3))
     shm = TransferPath(STAGES["features"], ShmTransport(None))
     with open_scope() as scope:
-        scope.extracted = ExtractedMedia((MediaRef("image", "a", data=b"1"),), wants_report=True)
-        scope.record.prepared([item(scope.extracted.refs[0], "h")], is_reported=True)
+        ref = MediaRef("image", "a", data=b"1")
+        scope.record.received([ref], model="m", streams=False)
+        scope.record.prepared([item(ref, "h")])
         for decision, path in ((text, None), (media, shm), (other, None)):
             scope.record.sending(decision, path)
         assert msgspec.json.decode(request_report(scope.record))["transport"] == "shm"
@@ -292,10 +292,9 @@ def test_report_of_several_prompts_is_about_one_with_media():
 def test_scope_reports_items_in_request_order():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:
-        scope.extracted = ExtractedMedia(refs, wants_report=True)
         scope.record.received(refs, model="m", streams=False)
-        scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9], is_reported=True)
-        scope.record.prepared([item(refs[0], "h1")], is_reported=True)
+        scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
+        scope.record.prepared([item(refs[0], "h1")])
         decision = RoutingDecision("w0", "idle")
         scope.record.sending(decision, TransferPath(STAGES["features"], PullTransport(None)))
         first = OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp"))
@@ -331,24 +330,18 @@ def test_scope_reports_items_in_request_order():
 @pytest.mark.parametrize("metadata", [b"", b"{}", b'{"fps":0,"frames_indices":[1]}', b'{"fps":null}', b'{"fps":2}'])
 def test_video_without_times_has_no_timestamps(metadata):
     with open_scope() as scope:
-        video = item(MediaRef("video", "a", data=b"1"), "h", MediaSize(metadata=metadata))
-        scope.record.prepared([video], is_reported=True)
+        ref = MediaRef("video", "a", data=b"1")
+        scope.record.received([ref], model="m", streams=False)
+        scope.record.prepared([item(ref, "h", MediaSize(metadata=metadata))])
         (found,) = msgspec.json.decode(request_report(scope.record))["items"]
     assert "timestamps" not in found
-
-
-def test_video_metadata_are_not_parsed_without_a_requested_report():
-    with open_scope() as scope:
-        broken = item(MediaRef("video", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))
-        scope.record.prepared([broken], is_reported=False)
-        assert msgspec.json.decode(request_report(scope.record)) == {"items": []}
 
 
 def test_report_says_what_was_done_about_each_embedding():
     refs = [MediaRef("image", name, data=b"1") for name in "abc"]
     with open_scope() as scope:
-        scope.extracted = ExtractedMedia(tuple(refs), wants_report=True)
-        scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
+        scope.record.received(refs, model="m", streams=False)
+        scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs])
         first, decision = OutputDelta("r", [], num_cached_tokens=0), RoutingDecision("w0", "idle")
         scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"}, times=(0.0, 0.0))
         found = msgspec.json.decode(request_report(scope.record))
@@ -384,7 +377,7 @@ def test_report_of_every_member_is_of_the_schema():
         scope.record.id = "mine-1"
         scope.record.received(refs, model="m", streams=False)
         items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
-        scope.record.prepared(items, [4, 9], is_reported=True)
+        scope.record.prepared(items, [4, 9])
         scope.record.sending(decision, TransferPath(STAGES["features"], PullTransport(None)))
         scope.record.sent.movers = ("tcp",)
         scope.timeline.add("decode", 0.01)

@@ -6,10 +6,10 @@ import pytest
 from medialane.arena import describe
 from medialane.gateway import open_scope
 from medialane.gateway.request.assembly import Assembly
-from medialane.gateway.request.media import FINDERS, RequestMedia
+from medialane.gateway.request.media import RequestMedia
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.types.errors import InvalidImage
-from medialane.types.feature import Embedding, Feature, FoundItem, MediaPrompt
+from medialane.types.feature import Embedding, Feature, MediaPrompt, StagedItem
 from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.types.stage import STAGES
 from medialane.types.tensor import ArenaRange, TensorSpec
@@ -36,28 +36,23 @@ class Source:
     async def processed(self, ref, options, timeline, budget, *, encoder):
         return self._found("processed", ref, is_hit=False)
 
-    async def decoded(self, ref, timeline, budget):
+    async def decoded(self, ref, options, timeline, budget):
         return self._found("decoded", ref, is_hit=True)
 
-    async def encoded(self, ref, timeline, budget):
-        self._ask("encoded", ref)
-        reservation = self.arena.reserve(10, "encoded")
-        value = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
-        return FoundItem("content", value, self.arena.publish(reservation, ref.param, value), is_hit=False)
-
-    def key(self, ref, options, *, content):
-        return f"key of {content}"
+    async def encoded(self, ref, options, timeline, budget):
+        return self._found("encoded", ref, media_type="image/png")
 
     def _ask(self, kind, ref):
         self.asked.append((kind, ref.param))
         if ref.param == self.refused:
             raise InvalidImage("no", param=ref.param)
 
-    def _found(self, kind, ref, *, is_hit):
+    def _found(self, kind, ref, **fields):
         self._ask(kind, ref)
-        feature = Feature("image", f"{kind} entry", b"", (), MediaSize(2, 1))
-        lease = self.arena.publish(self.arena.reserve(10, kind), ref.param, feature)
-        return FoundItem("content", feature, lease, is_hit)
+        feature, reservation = Feature("image", f"{kind} entry", b"", (), MediaSize(2, 1)), self.arena.reserve(10, kind)
+        encoded = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
+        lease = self.arena.publish(reservation, ref.param, encoded if kind == "encoded" else feature)
+        return StagedItem(ref, feature, lease, content_hash="content", **fields)
 
 
 @pytest.fixture
@@ -65,19 +60,15 @@ def source(arena):
     return Source(arena)
 
 
-def test_every_stage_has_a_finder():
-    assert {stage.sends for stage in STAGES.values()} == set(FINDERS)
-
-
 @pytest.mark.parametrize(
     ("stage", "mm_hash", "media_type", "is_hit"),
     [
         ("features", "processed entry", None, False),
-        ("decoded", "key of content", None, True),
-        ("url", "key of content", "image/png", None),
+        ("decoded", "decoded entry", None, True),
+        ("url", "encoded entry", "image/png", None),
     ],
 )
-async def test_items_are_found_once_under_the_feature_key(source, stage, mm_hash, media_type, is_hit):
+async def test_items_are_found_once_per_stage(source, stage, mm_hash, media_type, is_hit):
     with open_scope() as scope:
         media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
         items = await media.in_stage(stage)
@@ -134,7 +125,7 @@ class Encoded(Source):
         feature = Feature("image", ref.param, b"", (), MediaSize(2, 1))
         lease = self.arena.publish(self.arena.reserve(10, "processed"), f"{ref.param} {len(self.asked)}", feature)
         found = msgspec.structs.replace(feature, embedding=EMBEDDING if is_encoded else None)
-        return FoundItem(f"content of {ref.param}", found, lease, is_hit=False)
+        return StagedItem(ref, found, lease, is_hit=False, content_hash=f"content of {ref.param}")
 
 
 async def test_items_that_were_encoded_meanwhile_are_found_by_content(source):

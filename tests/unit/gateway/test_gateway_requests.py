@@ -96,7 +96,7 @@ def test_item_shows_how_it_was_found(is_hit, stages, outcome):
     with request.finding(image()) as own:
         for stage in stages:
             own.add(stage, 0.01)
-    request.prepared([staged(image(), is_hit=is_hit)], [300], is_reported=False)
+    request.prepared([staged(image(), is_hit=is_hit)], [300])
     (item,) = request_view(request).items
     assert (item.outcome, item.bytes, item.width, item.tokens, item.source) == (outcome, 4, 640, 300, "body")
 
@@ -104,7 +104,7 @@ def test_item_shows_how_it_was_found(is_hit, stages, outcome):
 def test_urls_hashes_and_salts_are_not_shown():
     ref = image(url=SECRET_URL, salt="the-salt", owner="the-owner")
     request = record(ref)
-    request.prepared([staged(ref, is_hit=True)], is_reported=False)
+    request.prepared([staged(ref, is_hit=True)])
     error = MediaFetchFailed(f"cannot fetch {SECRET_URL} or data:image/png;base64,AAAA")
     request.failed(to_report(error), quotes_client=False)
     request.ended(is_disconnected=False)

@@ -7,14 +7,14 @@ from prometheus_client import CollectorRegistry
 from medialane.gateway import Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router
-from medialane.testing.fake_worker import ARENA, FakeLink
+from medialane.testing.fake_worker import ARENA, FakeClient, FakeLink
 from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.types.kv_events import KvChange
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import EncoderCard, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.wire import ArenaMapped, EncoderCleared, KvBlocks
+from medialane.wire import ArenaMapped, EncoderCleared, KvBlocks, LoadReport
 
 
 def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker", ranks=1):
@@ -111,18 +111,17 @@ def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
 
 def test_worker_failing_to_join_can_leave_and_rejoin(make_routes):
     link = link_to("w0")
-    routes = make_routes(link)
-    with pytest.raises(ValueError, match="has joined already"):
-        routes.joined(link)
+    make_routes(link)
     other = link_to("w1")
-    other.endpoints = lambda: [*link_to("w1").endpoints(), *link_to("w0").endpoints()]
+    other.router, endpoints = link.router, other.endpoints
+    other.endpoints = lambda: [*endpoints(), *link.endpoints()]
     with pytest.raises(ValueError, match="has joined already"):
-        routes.joined(other)
-    other.endpoints = link_to("w1").endpoints
-    reports = routes.joined(other)
-    reports.left()
-    reports.left()
-    routes.joined(other)
+        other.join()
+    other.endpoints = endpoints
+    other.join()
+    other.lose()
+    other.lose()
+    other.join(FakeClient(link_to("w1").worker.welcome.card))
 
 
 @pytest.mark.parametrize("name", ["w0", "w1"])
@@ -131,7 +130,7 @@ def test_prompt_goes_to_the_worker_that_has_cached_it_at_its_own_block_size(make
     routes = make_routes(*links.values())
     tokens = list(range(200))
     ids = prompt_block_ids(tokens, block_size=16 if name == "w0" else 32)
-    links[name].reports.changed(KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
+    links[name].worker.reports.apply(KvChange(0, ids.astype("<u8").tobytes(), b""))
     route = routes.choose(EngineRequest("r0", ExpandedPrompt(tokens), b""), None)
     routes.begin(route, "r0")
     assert route.link is links[name]
@@ -143,7 +142,7 @@ def test_request_that_reads_no_prefix_cache_counts_no_cached_tokens(make_routes)
     routes = make_routes(link)
     tokens = list(range(200))
     ids = prompt_block_ids(tokens, block_size=16)
-    link.reports.changed(KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
+    link.worker.reports.apply(KvChange(0, ids.astype("<u8").tobytes(), b""))
     for reads, cached in ((True, 192), (False, 0)):
         wanted = EngineRequest(f"r{reads}", ExpandedPrompt(tokens), b"", reads_prefix_cache=reads)
         route = routes.choose(wanted, None)
@@ -156,8 +155,8 @@ async def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(ma
     """The worker measures it. A snapshot has none, and leaves the last one."""
     link = link_to("w0")
     routes = make_routes(link)
-    link.client.reports.received(KvBlocks(KvChange(0, 0, b"", b"", age_s=0.25)))
-    link.client.reports.received(KvBlocks(KvChange(0, 1, b"", b"", snapshot=True)))
+    link.client.reports.received(KvBlocks(KvChange(0, b"", b"", age_s=0.25)))
+    link.client.reports.received(KvBlocks(KvChange(0, b"", b"", snapshot=True)))
     assert routes.stats().event_lag_s == {"w0": 0.25}
 
 
@@ -175,8 +174,8 @@ def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
     link = link_to("w0", ranks=2)
     routes = make_routes(link)
     for busy in (0, 1, 0):
-        loads = [WorkerLoad(8, 40, 0.9) if rank == busy else WorkerLoad() for rank in range(2)]
-        link.reports.reported(loads)
+        loads = tuple(WorkerLoad(8, 40, 0.9) if rank == busy else WorkerLoad() for rank in range(2))
+        link.worker.report(LoadReport(loads))
         request, prepared = left_to_worker(busy)
         assert routes.choose(request, prepared).data_parallel_rank == 1 - busy
 

@@ -17,11 +17,11 @@ def links():
 
 
 @pytest.fixture
-def scrape(links, clock):
+def scrape(links):
     pool = WorkerPool(links)
     for link in links[:2]:
         link.join()
-    return WorkerScrape(pool, clock=clock)
+    return WorkerScrape(pool)
 
 
 def num_reads(links):
@@ -41,10 +41,15 @@ async def test_metrics_of_a_removed_worker_disappear(scrape, links):
 
 
 async def test_frequent_scrapes_are_limited_to_the_interval(scrape, links, clock):
-    await asyncio.gather(*(scrape.refresh() for _ in range(20)))
+    async def send(_):
+        pass
+
+    middleware = ScrapeMiddleware(None, scrape.refresh, lambda: b"page", clock=clock)
+    asked = {"type": "http", "path": "/metrics"}
+    await asyncio.gather(*(middleware(asked, None, send) for _ in range(20)))
     assert num_reads(links) == [1, 1]
     clock.now += MIN_INTERVAL_S
-    await scrape.refresh()
+    await middleware(asked, None, send)
     assert num_reads(links) == [2, 2]
 
 

@@ -26,7 +26,7 @@ from medialane.store import (
     SendData,
 )
 from medialane.types.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
-from medialane.types.feature import Feature
+from medialane.types.feature import Feature, StagedItem
 from medialane.types.hashing import content_hash, feature_key
 from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.types.tensor import ArenaRange
@@ -97,11 +97,8 @@ class Budget:
     def has_counted(self, ref):
         return ref.param in self.counted
 
-    def decoded_bytes(self, ref):
-        return 3 * self.counted.get(ref.param, 0)
-
-    def processed_bytes(self, ref):
-        return 5 * self.counted.get(ref.param, 0)
+    def num_bytes(self, ref, form):
+        return {"decoded": 3, "processed": 5}.get(form, 0) * self.counted.get(ref.param, 0)
 
     def missing(self):
         """Let every item be prepared."""
@@ -135,9 +132,7 @@ FORMS = ["processed", "decoded", "encoded"]
 
 async def find(features, form, ref, *, budget=None, options=b"{}", timeline=None):
     given = (timeline or StageTimeline(), budget or Budget())
-    if form == "processed":
-        return await features.processed(ref, options, *given)
-    return await getattr(features, form)(ref, *given)
+    return await getattr(features, form)(ref, options, *given)
 
 
 @pytest.fixture(params=FORMS)
@@ -165,10 +160,19 @@ async def test_options_matter_for_processed_items_only(link, features, form):
 
 
 async def test_result_and_its_part_of_the_timeline_are_returned(features, form):
-    timeline = StageTimeline()
-    item = await find(features, form, by_url(), timeline=timeline)
-    assert (item.content_hash, item.is_hit) == ("hash", True)
-    assert item.value is (ENCODED if form == "encoded" else FEATURE)
+    timeline, ref = StageTimeline(), by_url()
+    item = await find(features, form, ref, timeline=timeline)
+    if form == "processed":
+        expected = StagedItem(ref, FEATURE, item.hold, is_hit=True, content_hash="hash")
+    else:
+        key = features.key(ref, b"{}", content="hash")
+        decoded = msgspec.structs.replace(FEATURE, mm_hash=key)
+        encoded = Feature("image", key, b"", item.feature.tensors, MediaSize())
+        expected = {
+            "decoded": StagedItem(ref, decoded, item.hold, is_hit=True, content_hash="hash"),
+            "encoded": StagedItem(ref, encoded, item.hold, media_type=ENCODED.media_type, content_hash="hash"),
+        }[form]
+    assert item == expected
     assert (timeline.seconds["decode"], timeline.num_hits, timeline.copied_bytes) == (0.5, 1, 100)
 
 
@@ -337,7 +341,7 @@ async def test_item_that_is_sent_again_is_not_asked_for_again(link, fairness):
     (await features.processed(ref, b"{}", StageTimeline(), Budget())).hold.release()
     again = await features.processed(msgspec.structs.replace(ref, param="other"), b"{}", timeline, Budget())
     assert len(link.calls) == 1
-    assert (again.is_hit, again.value, timeline.num_hits, timeline.num_misses) == (True, FEATURE, 1, 0)
+    assert (again.is_hit, again.feature, timeline.num_hits, timeline.num_misses) == (True, FEATURE, 1, 0)
     assert not link.released
 
 
@@ -362,7 +366,7 @@ async def test_another_item_is_asked_for(link, fairness, other):
 async def test_other_options_and_another_form_are_asked_for(link, fairness):
     features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
     await find_twice(features, ref, ref, (b"{}", b'{"a":1}'))
-    (await features.decoded(ref, StageTimeline(), Budget())).hold.release()
+    (await features.decoded(ref, b"{}", StageTimeline(), Budget())).hold.release()
     assert len(link.calls) == 3
 
 

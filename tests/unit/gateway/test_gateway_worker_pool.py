@@ -63,7 +63,8 @@ class Net:
             metrics=self.metrics,
             own_arena=lambda: self.own_arena,
         )
-        link.listener = None if listener is None else listener.joined
+        if listener is not None:
+            link.router, listener.link = listener, link
         running = asyncio.create_task(link.run())
         self._stack.push_async_callback(self.end, running)
         return link
@@ -338,7 +339,7 @@ async def test_full_worker_rejects(net):
 
 
 class Heard:
-    """The notifications of a listener, and its view of the blocks."""
+    """A router's notifications about one worker, and its view of the blocks."""
 
     def __init__(self):
         self.calls = []
@@ -346,28 +347,27 @@ class Heard:
         self.held = None
         self.num_reports = 0
 
-    def joined(self, link):
-        self.link = link
-        self.calls.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
+    def join(self, endpoint):
+        self.calls.append(("joined", endpoint.rank, endpoint.num_ranks, endpoint.ready))
         self.held = set()
-        return self
+        return endpoint.rank
 
-    def left(self):
+    def leave(self, slot):
         self.calls.append(("left", self.link.name))
         self.held = None
 
-    def reported(self, loads):
+    def report(self, slot, load):
         self.num_reports += 1
-        if self.calls[-1][0] != "reported":
-            self.calls.append(("reported", *[load.num_running for load in loads]))
+        if self.calls[-1][:2] != ("reported", slot):
+            self.calls.append(("reported", slot, load.num_running))
 
-    def state_changed(self, state):
-        self.calls.append(("state_changed", state))
+    def drain(self, slot, *, draining):
+        self.calls.append(("draining", draining))
 
-    def host_changed(self):
-        self.moves.append(self.link.same_host)
+    def move(self, slot, *, same_host):
+        self.moves.append(same_host)
 
-    def changed(self, change):
+    def change(self, slot, change):
         known = set() if change.snapshot else self.held - ids(change.removed)
         self.held = known | ids(change.stored)
 
@@ -384,10 +384,10 @@ async def test_listener_is_notified_of_joins_blocks_and_leaves(net):
     await eventually(lambda: heard.held == {1, 2})
     handler.change_blocks([3], [1])
     await eventually(lambda: heard.held == {2, 3})
-    await eventually(lambda: heard.calls[-1] == ("reported", 0))
+    await eventually(lambda: heard.calls[-1] == ("reported", 0, 0))
     await server.close()
     await eventually(lambda: heard.calls[-1] == ("left", net.address))
-    assert heard.calls == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
+    assert heard.calls == [("joined", 0, 1, True), ("reported", 0, 0), ("left", net.address)]
 
 
 async def test_stalled_worker_is_connected_but_not_ready_and_its_listener_is_notified(net):
@@ -397,11 +397,11 @@ async def test_stalled_worker_is_connected_but_not_ready_and_its_listener_is_not
     pool = WorkerPool([link])
     await eventually(lambda: pool.num_ready == 1)
     handler.is_stalled = True
-    await eventually(lambda: ("state_changed", "stalled") in heard.calls)
+    await eventually(lambda: ("draining", True) in heard.calls)
     assert (pool.num_ready, link.state) == (0, "stalled")
     assert [(e.ready, e.state) for e in pool.endpoints()] == [(True, "stalled")]
     handler.is_stalled = False
-    await eventually(lambda: ("state_changed", "ready") in heard.calls)
+    await eventually(lambda: ("draining", False) in heard.calls)
     assert (pool.num_ready, pool.endpoints()[0].state) == (1, "ready")
 
 
@@ -415,7 +415,7 @@ async def test_operator_drains_a_worker_which_then_takes_no_requests(net):
     drained = msgspec.json.decode(await control.drain({"name": net.address}), type=WorkerInfo)
     assert listed == drained
     assert (drained.name, drained.state, drained.run) == (net.address, "ready", link.client.welcome.worker_id)
-    await eventually(lambda: ("state_changed", "draining") in heard.calls)
+    await eventually(lambda: ("draining", True) in heard.calls)
     assert (pool.num_ready, pool.endpoints()[0].state) == (0, "draining")
     with pytest.raises(WorkerDraining):
         await num_tokens(link.submit(EngineRequest("late", ExpandedPrompt([1]), b"")))
@@ -470,13 +470,16 @@ async def test_encoder_is_connected_but_neither_a_candidate_nor_ready_for_reques
     assert heard.calls == []
 
 
+REPORTED = [("reported", 0, 3), ("reported", 1, 0)]
+
+
 async def test_load_is_reported_per_rank(net):
     card = msgspec.structs.replace(FAKE_CARD, data_parallel_size=2)
     handler, heard = FakeHandler(card=card), Heard()
     handler.num_active = 3
     await net.serve(handler)
     link = net.link(heard)
-    await eventually(lambda: heard.calls and heard.calls[-1] == ("reported", 3, 0))
+    await eventually(lambda: [call for call in heard.calls if call[0] == "reported"][:2] == REPORTED)
     assert [endpoint.load.num_running for endpoint in link.endpoints()] == [3, 0]
     handler.num_active = 0
 
@@ -492,7 +495,7 @@ async def test_returning_worker_rejoins_with_its_current_blocks(net):
     again.change_blocks([9])
     await net.serve(again)
     await eventually(lambda: heard.held == {9})
-    assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left", "joined"]
+    assert [what for what, *_ in heard.calls if what != "reported"] == ["joined", "left", "joined"]
 
 
 async def test_listener_is_notified_when_the_gateway_drops_a_worker(net):
@@ -525,12 +528,12 @@ class Flawed(Heard):
         super().__init__()
         self.num_failures = num_failures
 
-    def joined(self, link):
-        super().joined(link)
+    def join(self, endpoint):
+        slot = super().join(endpoint)
         if self.num_failures:
             self.num_failures -= 1
             raise ValueError("no room for another")
-        return self
+        return slot
 
 
 async def test_failing_link_is_logged_once_and_retried(net, caplog):
@@ -541,7 +544,7 @@ async def test_failing_link_is_logged_once_and_retried(net, caplog):
     assert link.client is None
     await eventually(lambda: link.client is not None and not heard.num_failures)
     assert not link.is_failing
-    assert [what for what, _ in heard.calls if what != "reported"] == ["joined"] * 4
+    assert [what for what, *_ in heard.calls if what != "reported"] == ["joined"] * 4
     assert written_lines(caplog.records).count("its link failed and is restarted") == 1
     assert "no room for another" in caplog.text
 
@@ -596,7 +599,7 @@ async def test_router_drops_a_worker_in_the_iteration_of_its_connection_loss(net
     link = net.link(heard)
     await eventually(lambda: link.client is not None and heard.held is not None)
     client, seen = link.client, []
-    heard.left = lambda: seen.append(client.closed.is_set())
+    heard.leave = lambda _slot: seen.append(client.closed.is_set())
     client.connection.end(WorkerLost("the network is broken"))
     await client.closed.wait()
     assert seen == [True]

@@ -99,7 +99,7 @@ def send_report(report):
     """Send any message to the store, and wait to be killed."""
     (jobs,) = (fd for fd in range(3, 256) if is_socket(fd))
     body = msgspec.msgpack.encode(report)
-    os.write(jobs, len(body).to_bytes(4, "little"))
+    os.write(jobs, len(body).to_bytes(4, "big"))
     while body:
         body = body[os.write(jobs, body) :]
     signal.pause()

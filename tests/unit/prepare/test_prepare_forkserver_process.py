@@ -8,7 +8,8 @@ import pytest
 
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_CONTROL_BYTES, Forked
-from medialane.wire.child_channel import PidfdProcess, child_channel, send
+from medialane.runtime.stop import PidfdProcess
+from medialane.wire.child_channel import child_channel, send
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from preparer_pools import png, put
 
-from medialane.prepare.job_queue import Job, JobQueue, JobResult
+from medialane.prepare.job_queue import INITIAL_S, Job, JobQueue, JobResult
 from medialane.prepare.messages import ProcessItem
 from medialane.types.errors import MediaOverloaded, Unavailable
 
@@ -16,8 +16,8 @@ def make_job(arena):
     def asked(job_id: int) -> ProcessItem:
         return ProcessItem(job_id, source.value, b"{}", b"{}")
 
-    def make() -> Job:
-        jobs.append(Job(asked, source.duplicate(), key="a" * 64, modality="image", timeout_s=1, mm_hash="a" * 64))
+    def make(modality="image") -> Job:
+        jobs.append(Job(asked, source.duplicate(), key="a" * 64, modality=modality, timeout_s=1))
         return jobs[-1]
 
     yield make
@@ -184,3 +184,28 @@ async def test_waiting_work_is_estimated_from_the_jobs_that_have_ended(make_job)
     assert queue.work_s == pytest.approx(4.0)
     queue.fail_all(Unavailable("end"))
     assert queue.work_s == 0.0
+
+
+async def test_work_of_each_modality_follows_its_last_items_and_an_unknown_one_all_together(make_job):
+    queue = JobQueue(limit=4, timeout_s=1)
+
+    def learn(**seconds):
+        for modality, busy_s in seconds.items():
+            done = make_job(modality)
+            done.busy_s = busy_s
+            for _ in range(100):
+                queue.learn(done)
+
+    def work_s(modality):
+        job = make_job(modality)
+        queue.put(job)
+        seconds = queue.work_s
+        queue.withdraw(job)
+        return seconds
+
+    assert work_s("audio") == INITIAL_S
+    learn(video=4.0, image=0.05)
+    assert [work_s(modality) for modality in ("image", "video")] == pytest.approx([0.05, 4.0])
+    assert work_s("audio") == pytest.approx(0.05, rel=0.01), "the last ones of all"
+    learn(image=0.2)
+    assert [work_s(modality) for modality in ("image", "video")] == pytest.approx([0.2, 4.0], rel=0.01)

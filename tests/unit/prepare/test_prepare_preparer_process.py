@@ -6,9 +6,10 @@ import subprocess
 
 import pytest
 
-from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, FreeTensors, PreparerReady, encode_frame
+from medialane.prepare.messages import MAX_FRAME_BYTES, Done, FreeTensors, PreparerReady, encode_frame
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
-from medialane.wire.child_channel import PidfdProcess
+from medialane.runtime.stop import PidfdProcess
+from medialane.wire import HEADER
 
 
 @pytest.fixture
@@ -47,10 +48,10 @@ async def test_report_is_read_however_it_is_fragmented(peer, handle):
 @pytest.mark.parametrize(
     "data",
     [
-        LENGTH.pack(MAX_FRAME_BYTES + 1),
-        LENGTH.pack(3) + b"abc",
+        HEADER.pack(MAX_FRAME_BYTES + 1),
+        HEADER.pack(3) + b"abc",
         encode_frame(FreeTensors(1)),
-        LENGTH.pack(100) + b"the end comes too early",
+        HEADER.pack(100) + b"the end comes too early",
         b"",
     ],
 )

@@ -35,7 +35,7 @@ def packed(ids):
 
 
 def change(*, stored=(), removed=(), snapshot=False):
-    return KvChange(0, 0, packed(stored), packed(removed), snapshot)
+    return KvChange(0, packed(stored), packed(removed), snapshot)
 
 
 def request(tokens, *, media=(), **kwargs):

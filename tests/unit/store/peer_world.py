@@ -22,10 +22,10 @@ from medialane.types.errors import MedialaneError
 from medialane.types.feature import Feature, RemoteEntry
 from medialane.types.media import MediaSize
 from medialane.types.tensor import TensorDescriptor, TensorSpec
-from medialane.wire import Listener, Role, RpcConfig, Security, dial
+from medialane.wire import Authentication, Listener, Role, RpcConfig, Security, dial
 
 RPC = RpcConfig()
-AUTHENTICATION = Security.load(RPC).authentication(PROTOCOL, Role.STORE, Role.STORE)
+AUTHENTICATION = Authentication(Security.load(RPC), PROTOCOL, Role.STORE, Role.STORE)
 MIB = 1 << 20
 
 

@@ -44,13 +44,14 @@ class PatternItems:
         #: An item without memory fails when this is set, as a fetch does after it has closed its connection.
         self.closed: asyncio.Event | None = None
 
-    async def find(self, ref, form, processing, *, timeline, upload=None, admit=None) -> LeasedItem:
+    async def find(self, source, form, processing) -> LeasedItem:
+        ref = source.ref
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
-        if upload is not None:
-            lease = await upload(self)
+        if source.upload is not None:
+            lease = await source.upload(self)
             return LeasedItem(ref.content, lease, is_hit=False)
         lease = self._arena.lookup(ref.content)
         try:

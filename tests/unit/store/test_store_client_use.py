@@ -35,9 +35,9 @@ def no_claim(entry):
 
 def test_each_lease_is_released_once():
     use, leases = ClientUse(), [Lease() for _ in range(3)]
-    first, second = use.hold(leases[:2]), use.hold(leases[2:])
+    first, second, _ = [use.hold(lease) for lease in leases]
     use.release(first)
-    assert [lease.num_releases for lease in leases] == [1, 1, 0]
+    assert [lease.num_releases for lease in leases] == [1, 0, 0]
     use.end()
     use.end()
     assert [lease.num_releases for lease in leases] == [1, 1, 1]
@@ -47,7 +47,7 @@ def test_each_lease_is_released_once():
 
 def test_release_of_an_unknown_hold_is_a_violation():
     use = ClientUse()
-    held = use.hold([Lease()])
+    held = use.hold(Lease())
     use.release(held)
     for unknown in (held, 99, -1):
         with pytest.raises(ProtocolViolation):
@@ -56,8 +56,8 @@ def test_release_of_an_unknown_hold_is_a_violation():
 
 def test_a_client_that_returns_keeps_only_what_it_names_and_has_stopped_writing():
     use, kept, dropped, writing = ClientUse(), Lease(), Lease(), Reservation()
-    hold_id = use.hold([kept])
-    use.hold([dropped])
+    hold_id = use.hold(kept)
+    use.hold(dropped)
     use.start_writing(writing)
     use.keep_only({hold_id: ENTRY}, claim=no_claim)
     assert (kept.num_releases, dropped.num_releases, writing.num_abandons) == (0, 1, 1)
@@ -66,9 +66,9 @@ def test_a_client_that_returns_keeps_only_what_it_names_and_has_stopped_writing(
 
 def test_ids_are_not_reused_after_a_return():
     use = ClientUse()
-    ids = {use.hold([Lease()]) for _ in range(3)}
+    ids = {use.hold(Lease()) for _ in range(3)}
     use.keep_only({}, claim=no_claim)
-    assert use.hold([Lease()]) not in ids
+    assert use.hold(Lease()) not in ids
 
 
 def test_the_writer_gets_its_reservation_back():

@@ -14,7 +14,16 @@ from medialane.arena import FillWriter
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
 from medialane.prepare import Described
-from medialane.store import Aliases, EncodedStore, FindEmbedding, Items, MediaLeases, Processing, StoreConfig
+from medialane.store import (
+    Aliases,
+    EncodedStore,
+    FindEmbedding,
+    Items,
+    ItemSource,
+    MediaLeases,
+    Processing,
+    StoreConfig,
+)
 from medialane.types.errors import (
     ArenaFull,
     InvalidImage,
@@ -143,13 +152,13 @@ class World:
     async def find(self, ref, form="processed", processing=PLAIN, **given):
         """Find an item and release it; return whether it was cached, its value and the timeline."""
         timeline = StageTimeline()
-        found = await self.items.find(ref, form, processing, timeline=timeline, **given)
+        found = await self.items.find(ItemSource(ref, timeline, **given), form, processing)
         value = found.lease.value
         found.lease.release()
         return found.is_hit, value, timeline
 
     async def describe(self, ref, options=b"{}", size=None, **given):
-        return await self.items.describe(ref, options, size, timeline=StageTimeline(), **given)
+        return await self.items.describe(ItemSource(ref, StageTimeline(), **given), options, size)
 
     async def keep_embedding(self, mm_hash, encoder):
         """Cache the embedding of an item, as a worker does."""
@@ -253,9 +262,9 @@ async def test_item_that_is_found_at_the_second_attempt_is_one_miss(world):
     timeline = StageTimeline()
     world.pool.error = ArenaFull("full")
     with pytest.raises(ArenaFull):
-        await world.items.find(by_url(), "processed", PLAIN, timeline=timeline)
+        await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)
     world.pool.error = None
-    (await world.items.find(by_url(), "processed", PLAIN, timeline=timeline)).lease.release()
+    (await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)).lease.release()
     assert (timeline.num_hits, timeline.num_misses, timeline.cache) == (0, 1, "miss")
 
 
@@ -379,7 +388,7 @@ async def test_item_whose_embedding_is_cached_is_a_feature_without_tensors(world
     if not is_processed:
         assert arena.evict(feature.mm_hash)
     timeline = StageTimeline()
-    found = await world.items.find(by_url(), "processed", WITH_ENCODER, timeline=timeline)
+    found = await world.items.find(ItemSource(by_url(), timeline), "processed", WITH_ENCODER)
     assert (found.is_hit, found.lease.range) == (True, embedding.tensor.range)
     assert found.lease.value.embedding == embedding
     assert (found.lease.value.mm_hash, found.lease.value.tensors) == (feature.mm_hash, ())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from test_store_items import PLAIN, URL, World, by_url, picture, sent
 
+from medialane.observability import StageTimeline
 from medialane.prepare import Described
-from medialane.store import FeatureSource, KnownFeatures, Processing
+from medialane.store import FeatureSource, ItemSource, KnownFeatures, Processing
 from medialane.types.errors import UnknownMedia
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.tensor import TensorSpec
@@ -79,7 +80,8 @@ async def test_evicted_feature_of_sent_bytes_that_are_evicted_too_is_unknown(wor
 
 async def test_referred_item_is_not_processed_until_it_is_named(world):
     ref = sent(owner="key")
-    (await world.items.refer(ref, PLAIN, upload=world.uploading(ref))).lease.release()
+    source = ItemSource(ref, StageTimeline(), world.uploading(ref))
+    (await world.items.refer(source, PLAIN)).lease.release()
     assert not world.pool.prepared
     key = (await world.find(ref))[1].mm_hash
     world.arena.evict(key)

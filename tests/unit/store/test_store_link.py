@@ -140,7 +140,7 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
     features = StoreFeatures(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
     data = b"u" * (4 << 20)
     sent = MediaRef("image", "p", data=data)
-    budget = SimpleNamespace(processed_bytes=lambda _: 0, missing=lambda: None)
+    budget = SimpleNamespace(num_bytes=lambda *_: 0, missing=lambda: None)
     item = await asyncio.wait_for(features.processed(sent, b"{}", StageTimeline(), budget), 5)
     assert gateway.link.num_pieces > len(data) // (512 << 10), "all of them after the first"
     assert gateway.cable.num_made == 2

@@ -98,7 +98,9 @@ async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
     async def connect(holds=None):
         holds = holds or {}
         hello = StoreHello(client_id="one", arena=world.arena.id, holds=holds)
-        return await StoreClient.connect(world.address, hello, RPC, holds=holds)
+        client = StoreClient(RPC, holds=holds)
+        await client.connect(world.address, hello)
+        return client
 
     async def find(client, content):
         return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -245,7 +247,7 @@ async def test_socket_is_private_and_a_client_of_another_release_is_refused(worl
     path = world.address.removeprefix("unix:")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(StartupFailed, match=r"the client speaks protocol 0, the store \d+ .*same release"):
-        await StoreClient.connect(world.address, StoreHello(version=0, client_id="x"), RPC, holds={})
+        await StoreClient(RPC).connect(world.address, StoreHello(version=0, client_id="x"))
 
 
 def test_client_of_a_release_with_another_hello_is_known_by_its_number():

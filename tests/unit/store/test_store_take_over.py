@@ -376,7 +376,7 @@ async def test_arena_whose_table_does_not_know_a_hold_is_replaced(host):
     unknown = msgspec.structs.replace(entry, generation=entry.generation + 1000)
     hello = StoreHello(client_id="another", arena=arena, slot=1, holds={7: HeldEntry(unknown)})
     with pytest.raises(MedialaneError):  # the store exits at once, changing nothing
-        await StoreClient.connect(host.address, hello, RPC)
+        await StoreClient(RPC).connect(host.address, hello)
     assert await host.store.wait() == 0
     assert bytes(read) == pattern("a") * ITEM_BYTES, "nothing was reused"
     await host.start_store()

@@ -1,39 +1,54 @@
 """A gateway's view of one worker: all that its connection reports."""
 
 from medialane.gateway.workers import RpcClient
+from medialane.types.request import Endpoint, WorkerLoad
 
 
 class Reported:
-    """Notes what a `RoutedWorker` is told."""
+    """A router that notes what it learns of one worker."""
 
     def __init__(self, client: RpcClient) -> None:
         self.client = client
         self.loads, self.changes, self.arenas = [], [], []
         self.begun, self.ended = {}, {}
         self.num_cleared = 0
-        self.has_left = False
-        client.reports.watch(self)
+        load = WorkerLoad()
+        ranks = range(max(1, client.welcome.card.data_parallel_size))
+        endpoints = [Endpoint("w", "w", ready=True, load=load, num_in_flight=0, rank=rank) for rank in ranks]
+        client.reports.route(self, endpoints, same_host=bool)
 
-    def reported(self, loads):
-        self.loads.append(loads)
+    def join(self, endpoint):
+        return endpoint.rank
 
-    def state_changed(self, state):
+    def leave(self, slot):
         pass
 
-    def changed(self, change):
+    def report(self, slot, load):
+        self.loads.append(load)
+
+    def drain(self, slot, *, draining):
+        pass
+
+    def change(self, slot, change):
         self.changes.append(change)
 
-    def announced(self, number, work):
+    def announced(self, slot, work):
+        number = len(self.begun)
         self.begun[number] = work
+        return _Announced(self, number)
 
-    def announcement_ended(self, number, *, is_computed):
-        self.ended[number] = is_computed
-
-    def encoder_cleared(self):
+    def clear_encoder(self, slot):
         self.num_cleared += 1
 
-    def host_changed(self):
+    def move(self, slot, *, same_host):
         self.arenas.append(self.client.reports.arena)
 
-    def left(self):
-        self.has_left = True
+
+class _Announced:
+    """A request of another gateway."""
+
+    def __init__(self, reported, number):
+        self._reported, self._number = reported, number
+
+    def end(self, *, is_computed):
+        self._reported.ended[self._number] = is_computed

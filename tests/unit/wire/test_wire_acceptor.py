@@ -18,7 +18,7 @@ from limits import no_free_descriptors
 from medialane.gateway.workers import RpcClient
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, MedialaneError
-from medialane.wire import Hello, Role, RpcConfig, Security, acceptor, append_frame
+from medialane.wire import Hello, Role, RpcConfig, Security, append_frame, listener
 from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel
 from waiting import DEADLINE_S, eventually, retried
@@ -179,7 +179,7 @@ async def test_a_thousand_half_open_connections_are_bounded(served):
             peer.close()
         else:
             half_open.append(peer)
-    assert most <= acceptor.MAX_PENDING + 4
+    assert most <= listener.MAX_PENDING + 4
     await served.connect(gateway_id="late")
     for peer in half_open:
         peer.close()
@@ -192,7 +192,7 @@ async def test_above_the_bound_the_oldest_of_the_address_with_most_is_closed(tcp
     await tcp_net.serve(FakeHandler(), RpcConfig(shared_secret=SECRET, handshake_timeout_s=60.0))
     address = plain_socket(tcp_net)
     lone = await asyncio.open_connection(*address, local_addr=("127.0.0.2", 0))
-    crowd = [await asyncio.open_connection(*address) for _ in range(acceptor.MAX_PENDING)]
+    crowd = [await asyncio.open_connection(*address) for _ in range(listener.MAX_PENDING)]
     assert await is_cut(crowd[0][0])
     for reader, writer in [lone, *crowd[1:]]:
         assert len(await reader.readexactly(GREETING_BYTES)) == GREETING_BYTES

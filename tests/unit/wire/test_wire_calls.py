@@ -20,7 +20,7 @@ from medialane.wire import (
     decode_from_worker,
     decode_to_worker,
 )
-from medialane.worker.link import MAX_CALLS
+from medialane.worker.requests import MAX_CALLS
 from waiting import DEADLINE_S, eventually
 
 

@@ -24,6 +24,7 @@ from medialane.types.errors import (
 from medialane.types.request import WorkerLoad
 from medialane.wire import (
     ArenaMapped,
+    Authentication,
     Hello,
     LoadReport,
     Refused,
@@ -101,7 +102,7 @@ async def test_card_with_impossible_sizes_closes_the_connection(scripted_worker,
 async def test_loss_is_reported_in_the_same_loop_iteration(scripted_worker):
     client = await RpcClient.connect(await scripted_worker(frames(WELCOME)), HELLO, QUICK)
     notifications = []
-    Reported(client).left = lambda: notifications.append(client.closed.is_set())
+    Reported(client).leave = lambda _slot: notifications.append(client.closed.is_set())
     client.closed.set = lambda real=client.closed.set: (notifications.append("closing"), real())
     await client.close()
     assert notifications == ["closing", True]
@@ -292,7 +293,7 @@ async def test_close_fails_what_is_in_flight_and_is_idempotent(net):
 async def test_tcp_sends_small_messages_immediately(tcp_net):
     await tcp_net.serve(FakeHandler())
     protocol = Mock(asyncio.Protocol)
-    authentication = Security.load(tcp_net.config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+    authentication = Authentication(Security.load(tcp_net.config), "rpc", Role.GATEWAY, Role.WORKER)
     await dial(tcp_net.address, protocol, authentication)
     (transport,) = protocol.connection_made.call_args.args
     sock = transport.get_extra_info("socket")

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from medialane.types.errors import NoWorkerReady
-from medialane.wire import Role, RpcConfig, Security, dial
+from medialane.wire import Authentication, Role, RpcConfig, Security, dial
 
 
 async def test_free_port_that_connects_to_itself_counts_as_refused(monkeypatch):
@@ -20,7 +20,7 @@ async def test_free_port_that_connects_to_itself_counts_as_refused(monkeypatch):
             super().__init__(*arguments)
             self.bind(address)
 
-    authentication = Security.load(RpcConfig()).authentication("rpc", Role.WORKER, Role.GATEWAY)
+    authentication = Authentication(Security.load(RpcConfig()), "rpc", Role.WORKER, Role.GATEWAY)
     monkeypatch.setattr(socket, "socket", FromThatPort)
     with pytest.raises(NoWorkerReady):
         await dial(f"tcp://127.0.0.1:{address[1]}", asyncio.Protocol(), authentication)

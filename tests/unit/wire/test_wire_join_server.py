@@ -13,6 +13,7 @@ from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import (
     PROTOCOL_VERSION,
+    Authentication,
     FrameReader,
     Hello,
     Join,
@@ -25,7 +26,7 @@ from medialane.wire import (
     decode_to_worker,
     dial,
 )
-from medialane.wire.acceptor import MAX_PENDING
+from medialane.wire.listener import MAX_PENDING
 from medialane.worker import RpcServer
 from waiting import eventually
 
@@ -176,7 +177,7 @@ class Peer(asyncio.Protocol):
     @classmethod
     async def connect(cls, address, config=CONFIG):
         peer = cls()
-        await dial(address, peer, Security.load(config).authentication("rpc", Role.WORKER, Role.GATEWAY))
+        await dial(address, peer, Authentication(Security.load(config), "rpc", Role.WORKER, Role.GATEWAY))
         return peer
 
     def connection_made(self, transport):

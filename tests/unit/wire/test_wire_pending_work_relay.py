@@ -152,8 +152,10 @@ async def test_work_of_an_unknown_rank_is_ignored(net):
     await net.serve(FakeHandler())
     first, second = await connected(net, 2)
     first.client.reports.announce(PendingWork(5, b"", (), 0.0))(True)
-    await eventually(lambda: second.ended)
-    assert second.begun == {}
+    first.client.reports.announce(WORK)
+    await eventually(lambda: second.begun)
+    assert list(second.begun.values()) == [WORK]
+    assert second.ended == {}
 
 
 @pytest.mark.parametrize("sender", [0, 1])
@@ -164,6 +166,6 @@ async def test_changed_load_is_reported_to_all_gateways_before_the_next_heartbea
     assert await tokens_of(seen[sender].client.requests.submit(engine_request("r"))) == [1, 2, 3]
     for one in seen:
         await eventually(
-            lambda one=one: [load.num_running for (load,) in one.loads][-2:] == [1, 0],
+            lambda one=one: [load.num_running for load in one.loads][-2:] == [1, 0],
             more=lambda one=one: one.loads,
         )

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from certificates import expired, tls_settings
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, StartupFailed
-from medialane.wire import Role, RpcConfig, Security, check_address, dial, is_loopback
+from medialane.wire import Authentication, Role, RpcConfig, Security, check_address, dial, is_loopback
 from medialane.wire.authentication import Handshake
 from medialane.worker import RpcServer
 
@@ -160,7 +160,7 @@ async def test_dialling_beyond_loopback_without_protection_is_refused_before_con
     """Names are resolved first: this one is an address of another host."""
     resolve_names(("192.0.2.1", 7000))
     for config in (RpcConfig(), WITH_SECRET):
-        authentication = Security.load(config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+        authentication = Authentication(Security.load(config), "rpc", Role.GATEWAY, Role.WORKER)
         with pytest.raises(StartupFailed, match=r"192\.0\.2\.1 is not a loopback address"):
             await dial("tcp://worker:7000", asyncio.Protocol(), authentication)
 

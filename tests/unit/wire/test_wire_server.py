@@ -15,7 +15,7 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.wire import PROTOCOL_VERSION, Hello, Refused, RpcConfig, Welcome
-from medialane.wire.acceptor import MAX_PENDING
+from medialane.wire.listener import MAX_PENDING
 from medialane.worker.link import MAX_HELLO_BYTES
 from waiting import DEADLINE_S, eventually
 

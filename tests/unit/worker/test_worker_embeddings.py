@@ -21,9 +21,8 @@ from medialane.types.feature import (
 from medialane.types.hashing import embedding_key
 from medialane.types.request import CompletionDelta, EncoderCard, EngineRequest, ExpandedPrompt, OutputDelta
 from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
-from medialane.worker import embeddings as module
-from medialane.worker.embeddings import HeldEmbeddings
-from medialane.worker.host_arena import entries_read, hold_entries
+from medialane.worker import media as module
+from medialane.worker.media import HeldEmbeddings, entries_read, hold_entries
 from waiting import iterations
 
 ENCODER = EncoderCard("d" * 64, "bfloat16", {"image": 8})

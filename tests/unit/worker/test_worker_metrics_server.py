@@ -15,7 +15,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.wire import Hello, RpcConfig
 from medialane.worker import RpcServer, Worker, WorkerConfig
-from medialane.worker.host_arena import NoArena
+from medialane.worker.media import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually
 
@@ -74,7 +74,6 @@ async def test_all_series_of_the_process_and_those_of_the_worker_are_exposed(ser
     assert "medialane_worker_gateways 0.0" in text
     assert "medialane_worker_engine_up 1.0" in text
     assert 'medialane_worker_embeddings_total{outcome="encoded"} 0.0' in text
-    assert "medialane_worker_embedding_step_seconds_max 0.0" in text
     assert (await serving.get("/metrics/"))[1] == text
 
 

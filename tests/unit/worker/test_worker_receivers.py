@@ -9,7 +9,7 @@ from medialane.types.errors import HandoverFailed
 from medialane.types.feature import Feature
 from medialane.types.media import MediaSize
 from medialane.types.tensor import InlineTensor, TensorSpec
-from medialane.worker.host_arena import Receiver
+from medialane.worker.media import Receiver
 
 SPEC = TensorSpec("uint8", (1000,))
 

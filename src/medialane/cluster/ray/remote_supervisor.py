@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from medialane.cluster.ray.remote import RemoteCluster, RemoteSpec, member_name
-from medialane.cluster.supervisor import MAX_EXITS_IN_START, Observer, RestartDelay, Supervisor
+from medialane.cluster.supervisor import Observer, Restarts, Supervisor
 from medialane.config.settings import ClusterConfig
 from medialane.runtime.tasks import first_of, gather_or_cancel
 from medialane.types.errors import StartupFailed
@@ -101,7 +101,7 @@ class RemoteSupervisor:
         await gather_or_cancel([*map(self._supervise, self._specs), self._watch_ready()])
 
     async def _supervise(self, spec: RemoteSpec) -> None:
-        delay, num_exits, has_been_ready = RestartDelay(self._config), 0, False
+        restarts = Restarts(self._config)
         while not self._stopping.is_set():
             self._started_at[spec.name] = time.monotonic()
             await first_of(self._stopping.wait(), self._cluster.watch(spec.name))
@@ -110,14 +110,11 @@ class RemoteSupervisor:
             end = await self._cluster.watch(spec.name)  # it has ended: returns at once
             was_ready = spec.name in self._ready
             self._ready.discard(spec.name)
-            num_exits += 1
-            has_been_ready = has_been_ready or was_ready
-            if not self._all_ready.is_set() and (not has_been_ready or num_exits >= MAX_EXITS_IN_START):
-                self._observer.ended(spec.name, end.how, None)
+            delay_s = restarts.delay_s(was_ready=was_ready, in_start=not self._all_ready.is_set())
+            self._observer.ended(spec.name, end.how, delay_s)
+            if delay_s is None:
                 raise StartupFailed(end.report)
             logger.warning("%s", end.report)
-            delay_s = delay.next(had_become_ready=was_ready)
-            self._observer.ended(spec.name, end.how, delay_s)
             await first_of(self._stopping.wait(), asyncio.sleep(delay_s))
             if not self._stopping.is_set():
                 self._observer.starting(spec.name)

@@ -1,19 +1,18 @@
 """Admission: which requests are accepted, and in which order they are served, by how long others have waited."""
 
-from medialane.gateway.admission.concurrency import Admission
 from medialane.gateway.admission.fair_order import QueuedRequest
-from medialane.gateway.admission.flow import Flow
+from medialane.gateway.admission.flow import Arrival, Flow
 from medialane.gateway.admission.queues import (
     AdmissionQueue,
-    Arrival,
     MustWait,
+    OldestFirst,
     Preparation,
     QueueLimits,
     Queues,
     Ticket,
 )
 from medialane.gateway.admission.shared_counts import SharedCounts
-from medialane.gateway.admission.tenants import Tenant, Tenants
+from medialane.gateway.admission.tenants import Admission, Tenant, Tenants
 
 __all__ = [
     "Admission",
@@ -21,6 +20,7 @@ __all__ = [
     "Arrival",
     "Flow",
     "MustWait",
+    "OldestFirst",
     "Preparation",
     "QueueLimits",
     "QueuedRequest",

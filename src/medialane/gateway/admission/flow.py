@@ -12,12 +12,12 @@ are measured, and so a new one waits for as many of them as are ahead of it. It 
   bound while the queue stands, each request that is served raises it while it does not, and it ends when it has refused
   none for `_CALM_S`.
 
-Pure: no clock and no loop. Times are seconds of any one clock.
+Flows have no clock and no loop: times are seconds of any one clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Final, Literal, NamedTuple
 
 #: The longest wait in a queue that does not stand, and for how long it must exceed that.
@@ -190,3 +190,26 @@ class Flow:
         elif self._stands_since is not None and now - self._stands_since >= _INTERVAL_S:
             self._bound = self.num_in_flight + _SLACK
             self._refused_at = now
+
+
+class Arrival:
+    """A request in its flow, until its scope ends."""
+
+    def __init__(self, flow: Flow, clock: Callable[[], float]) -> None:
+        self.flow = flow
+        self._clock = clock
+        self._has_ended = False
+
+    def whole(self) -> None:
+        """The request's body is there."""
+        self.flow.arrived(self)
+
+    def sent(self) -> None:
+        """An engine has the request."""
+        self.flow.sent(self, self._clock())
+
+    def end(self) -> None:
+        """Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.flow.end(self)

@@ -14,13 +14,15 @@ that the resource has not got yet (`Ticket.sent` ends that). It asks whenever so
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
-from medialane.gateway.admission.flow import Flow, Refusal, Resource
+from medialane.gateway.admission.flow import Arrival, Flow, Refusal, Resource
 from medialane.gateway.admission.shared_counts import (
     PREPARED,
     PREPARING,
@@ -227,29 +229,6 @@ _MAX_IDLE: Final = 1024
 _LEAST_WAIT: Final = 0.25
 
 
-class Arrival:
-    """A request in its flow, until its scope ends."""
-
-    def __init__(self, flow: Flow, clock: Callable[[], float]) -> None:
-        self.flow = flow
-        self._clock = clock
-        self._has_ended = False
-
-    def whole(self) -> None:
-        """The request's body is there."""
-        self.flow.arrived(self)
-
-    def sent(self) -> None:
-        """An engine has the request."""
-        self.flow.sent(self, self._clock())
-
-    def end(self) -> None:
-        """Idempotent."""
-        if not self._has_ended:
-            self._has_ended = True
-            self.flow.end(self)
-
-
 class Queues:
     """The queues of one gateway. `counts` are those of all gateways of a port; with `has_priorities`, engines are
     scheduled by priority, and the field `priority` of requests counts. `preparers` returns the latest statistics of the
@@ -451,3 +430,46 @@ class Preparation:
 
 class MustWait(Exception):
     """An item is not cached, and preparers have no room for it: `Preparation.wait`, and look again."""
+
+
+class OldestFirst:
+    """At most `limit()` turns are taken at a time; the next one goes to whoever has the least `since`. One event
+    loop."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self._limit = limit
+        self._num_taken = 0
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    async def take(self, since: float) -> Callable[[], None]:
+        """Wait for a turn. Return what ends it; idempotent."""
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (since, next(self._numbers), turn))
+        self._give()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._end()
+            raise
+        is_taken = True
+
+        def end() -> None:
+            nonlocal is_taken
+            if is_taken:
+                is_taken = False
+                self._end()
+
+        return end
+
+    def _end(self) -> None:
+        self._num_taken -= 1
+        self._give()
+
+    def _give(self) -> None:
+        while self._waiting and (self._num_taken < max(1, self._limit()) or self._waiting[0][2].cancelled()):
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.cancelled():
+                self._num_taken += 1
+                turn.set_result(None)

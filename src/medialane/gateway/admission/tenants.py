@@ -1,5 +1,7 @@
-"""Tenants: who may ask, at what rate, how many requests at a time, and with what priority, by the file of `--keys`.
-That has one JSON object a line for each tenant, with the hash of its key and its limits:
+"""Tenants: who may ask, at what rate, how many requests at a time, and with what priority, by the file of `--keys`; and
+how many requests with media there are at a time, in all and of one tenant.
+
+The file has one JSON object a line for each tenant, with the hash of its key and its limits:
 
     {"name": "search", "sha256": "9f86d0...", "rate": 20, "burst": 60, "concurrency": 200}
     {"name": "nightly", "sha256": "60303a...", "concurrency": 32, "priority": 10}
@@ -15,14 +17,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.runtime.private_files import read_private
-from medialane.types.errors import ConcurrencyLimitExceeded, RateLimitExceeded, StartupFailed
+from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded, RateLimitExceeded, StartupFailed
+from medialane.types.media_lease import TenantShares
 from medialane.types.retry_after import Places, retry_after
+
+if TYPE_CHECKING:
+    from medialane.gateway.request.scope import RequestScope
 
 logger = logging.getLogger(__name__)
 
@@ -212,3 +218,39 @@ def _version(path: str) -> tuple[int, ...]:
     except OSError:  # reading it reports the reason
         return ()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class Admission:
+    """The admitted requests, at most `limit`, of which one tenant has a share. One event loop."""
+
+    def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._admitted: set[RequestScope] = set()
+        self._shares = TenantShares(limit, tenant_share=tenant_share)
+        self._places = Places(clock=clock)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._admitted)
+
+    def admit(self, scope: RequestScope) -> None:
+        """Admit a request until its scope ends; again for the same one has no effect. Raises MediaOverloaded if
+        there is no free slot, ConcurrencyLimitExceeded if its tenant has all that it may have."""
+        if scope in self._admitted:
+            return
+        tenant = "" if scope.tenant is None else scope.tenant.name
+        if tenant and self._shares.free_of(tenant) <= 0:
+            most = self._shares.most_of(tenant)
+            message = f"this API key has {most} requests with media in flight, its share of what the server accepts"
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
+        if self._shares.free <= 0:
+            message = "too many concurrent requests with media"
+            raise MediaOverloaded(message, retry_after_s=self._places.promise())
+        self._admitted.add(scope)
+        self._shares.add(tenant, 1)
+        self._places.take(scope)
+        scope.defer(lambda: self._end(scope, tenant))
+
+    def _end(self, scope: RequestScope, tenant: str) -> None:
+        self._admitted.discard(scope)
+        self._shares.add(tenant, -1)
+        self._places.free(scope)

@@ -8,9 +8,9 @@ from medialane.gateway.http.access import (
     MEDIA_PATH,
     OPEN,
     RouteKind,
+    is_from_this_machine,
     kind_of,
 )
-from medialane.gateway.http.asgi import MAX_STREAMS
 from medialane.gateway.http.metrics import (
     METRICS_PATH,
     MIN_INTERVAL_S,
@@ -18,7 +18,6 @@ from medialane.gateway.http.metrics import (
 )
 from medialane.gateway.http.responses import ErrorSender, error_form, send_error, usable_id
 from medialane.gateway.http.server import MAX_DISCARDED_BYTES, MAX_TARGET_BYTES
-from medialane.gateway.http.sessions import SESSION_S, Sessions, is_from_this_machine
 
 __all__ = [
     "ADMIN",
@@ -26,16 +25,13 @@ __all__ = [
     "CLIENT_PREFIXES",
     "LEASE_PATH",
     "MAX_DISCARDED_BYTES",
-    "MAX_STREAMS",
     "MAX_TARGET_BYTES",
     "MEDIA_PATH",
     "METRICS_PATH",
     "MIN_INTERVAL_S",
     "OPEN",
-    "SESSION_S",
     "ErrorSender",
     "RouteKind",
-    "Sessions",
     "error_form",
     "is_from_this_machine",
     "kind_of",

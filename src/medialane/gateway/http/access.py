@@ -8,9 +8,8 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     open      OPEN                                          none is needed
     metrics   METRICS_PATH                                  --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
-    operator  OPERATOR: shows everybody's requests, or      --admin-key, to read a session (`sessions`);
-              changes the server                            without it none on this machine, and none suffices elsewhere
-    login     LOGIN                                         none is needed
+    operator  OPERATOR: shows everybody's requests, or      --admin-key; without it none on this machine, if the server
+              changes the server                            listens on loopback only, and none suffices elsewhere
     admin     all others                                    --admin-key; without it --api-key
 
 Where clients have keys, requests of each tenant or API key find what they have cached themselves, unless the operator
@@ -19,8 +18,7 @@ has one cache for all (`--share-cache`): whether something is cached is in answe
 With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
 of tenants, too, are decided here, for all requests of clients that have a body: one that is refused costs its header.
 
-The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none. Of
-a login some kilobytes are.
+The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none.
 
 Where no key is needed for what is administrative, the browser of whoever may reach the server would be enough: pages of
 other sites are refused, and bodies that a form could send.
@@ -35,24 +33,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.asgi import header, send_response
 from medialane.gateway.http.metrics import METRICS_PATH
-from medialane.gateway.http.responses import error_form, send_error
-from medialane.gateway.http.sessions import (
-    Sessions,
-    is_from_this_machine,
-    is_of_foreign_page,
-    is_same_site,
-)
+from medialane.gateway.http.responses import error_form, header, send_error, send_response
 from medialane.gateway.intake import WITHOUT_BODY, replay
 from medialane.gateway.request.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.runtime.private_files import read_private
 from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
+from medialane.wire.security import is_loopback
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,18 +58,14 @@ RouteOf = Callable[["Scope"], str | None]
 OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
 #: What operators see (`operators.endpoints`), and its page, whose files have no data.
 STATE_PATH = "/medialane/state"
-STREAM_PATH = "/medialane/state/stream"
 REQUESTS_PATH = "/medialane/requests"
 REQUEST_PATH = "/medialane/requests/{id}"
-LOGIN_PATH = "/medialane/login"
-LOGOUT_PATH = "/medialane/logout"
 PAGE_PATH = "/medialane/"
 FILE_PATH = "/medialane/{file}"
 RELOAD_PATH = "/medialane/reload"
 
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
-OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
-LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
+OPERATOR = frozenset({STATE_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 #: Media that clients send once, and keep.
 MEDIA_PATH = "/medialane/v1/media"
 LEASE_PATH = "/medialane/v1/media/{hash}"
@@ -91,12 +80,10 @@ CLIENT = frozenset({
 #: Administrative although a prefix of clients' routes applies.
 ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})
 
-#: Longest body of a login.
-MAX_LOGIN_BYTES = 8192
 #: Headers that describe a body.
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
 #: Starlette parses it for each route of FastAPI, in a time that grows with the square of its length. None of them uses
-#: it, and sessions are judged here.
+#: it.
 _COOKIE = b"cookie"
 #: Plain vLLM's response.
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
@@ -116,12 +103,14 @@ class RouteKind(Enum):
     METRICS = auto()
     CLIENT = auto()
     OPERATOR = auto()
-    LOGIN = auto()
     ADMIN = auto()
 
 
 #: Where no page of another site may ask without a key.
-_GUARDED = frozenset({RouteKind.OPERATOR, RouteKind.LOGIN, RouteKind.ADMIN})
+_GUARDED = frozenset({RouteKind.OPERATOR, RouteKind.ADMIN})
+#: Beginnings of headers of a request that came through another server: that one is on this machine, its client need
+#: not be.
+_PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"x-envoy-", b"x-client-ip")
 
 
 def kind_of(route: str | None) -> RouteKind:
@@ -132,8 +121,6 @@ def kind_of(route: str | None) -> RouteKind:
         return RouteKind.OPEN
     if route in OPERATOR:
         return RouteKind.OPERATOR
-    if route in LOGIN:
-        return RouteKind.LOGIN
     return RouteKind.METRICS if route == METRICS_PATH else RouteKind.ADMIN
 
 
@@ -193,7 +180,7 @@ class AccessKeys:
     def is_open(self, kind: RouteKind) -> bool:
         """Return whether a route of this kind needs no key."""
         match kind:
-            case RouteKind.OPEN | RouteKind.LOGIN:
+            case RouteKind.OPEN:
                 return True
             case RouteKind.OPERATOR:
                 return False
@@ -207,7 +194,7 @@ class AccessKeys:
     def accepts(self, kind: RouteKind, given: bytes) -> bool:
         """Return whether the key with this digest is sufficient for a route of this kind that needs one."""
         match kind:
-            case RouteKind.OPEN | RouteKind.LOGIN:
+            case RouteKind.OPEN:
                 return True
             case RouteKind.OPERATOR:
                 return _is_among(given, self.admin)
@@ -218,20 +205,9 @@ class AccessKeys:
             case RouteKind.ADMIN:
                 return _is_among(given, self.admin or self.api)
 
-    @property
-    def sessions(self) -> Sessions:
-        return Sessions(self.admin)
-
-    def session(self, key: str, scope: Scope) -> str | None:
-        """Return the header that begins a session by the admin key; None if this is another one."""
-        given = _digest(key.encode())
-        return self.sessions.cookie(given, scope) if self.accepts(RouteKind.OPERATOR, given) else None
-
     def admits_operator(self, scope: Scope) -> bool:
-        """Return whether a request without an admin key may read what operators see."""
-        if self.admin:  # a change needs the key itself
-            return scope["method"] in WITHOUT_BODY and is_same_site(scope) and self.sessions.is_valid(scope)
-        return self.is_local and is_from_this_machine(scope)
+        """Return whether a request without an admin key may ask for what operators see."""
+        return not self.admin and self.is_local and is_from_this_machine(scope)
 
     def is_client(self, given: bytes) -> bool:
         """Return whether this is the digest of a client's key."""
@@ -308,9 +284,7 @@ class AccessMiddleware:
             if scope["type"] == "http":
                 current_scope().is_refused = True
             return await refuse(responding(scope, send))
-        if kind is RouteKind.LOGIN:
-            current_scope().max_body_bytes = MAX_LOGIN_BYTES
-        elif kind is RouteKind.CLIENT and scope["type"] == "http":
+        if kind is RouteKind.CLIENT and scope["type"] == "http":
             current_scope().passes_by = False
         scope = _without(scope, _COOKIE)
         if scope["type"] == "http" and (route is None or kind in {RouteKind.OPEN, RouteKind.METRICS}):
@@ -329,7 +303,7 @@ class AccessMiddleware:
             if not (is_hopeless or self._keys.is_client(given)):
                 return send_unauthorized
             error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
-        elif scope["type"] == "http" and (kind is RouteKind.LOGIN or not self._keys.accepts(kind, given)):
+        elif scope["type"] == "http" and not self._keys.accepts(kind, given):
             error = _refusal_of_page(scope) if kind in _GUARDED else None
         return None if error is None else partial(send_error, error=error, form=error_form(scope))
 
@@ -375,6 +349,50 @@ def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
         return False
     names = {name for name, _ in scope["headers"]}
     return route is None or {b"origin", b"access-control-request-method"} <= names
+
+
+def is_from_this_machine(scope: Scope) -> bool:
+    """Return whether a request to a server on loopback was made by a program on this machine, not by a proxy for
+    someone else, nor by another site's page in a browser: those have its name in Host or Origin (DNS rebinding). Host
+    alone proves nothing: the client of a proxy chooses it. nginx without settings adds no header, and asks by HTTP/1.0.
+    """
+    if scope.get("http_version") == "1.0" or any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"]):
+        return False
+    client = scope.get("client")
+    is_near = client is None or is_loopback(client[0])  # None: on a Unix socket of this user
+    return is_near and is_loopback(_host(scope)) and is_same_site(scope)
+
+
+def is_of_foreign_page(scope: Scope) -> bool:
+    """Return whether a page of another site makes the request. One that has its own name in Host and Origin may be such
+    a page, which has given its name our address (DNS rebinding); an address is nobody's."""
+    if not is_same_site(scope):
+        return True
+    host = _host(scope)
+    return bool(header(scope, b"origin")) and not (host == "localhost" or _is_address(host))
+
+
+def is_same_site(scope: Scope) -> bool:
+    """Return whether no page of another site makes the request."""
+    origin = header(scope, b"origin")
+    if header(scope, b"sec-fetch-site") not in (b"", b"same-origin", b"none"):
+        return False
+    return not origin or origin.partition(b"://")[2] == header(scope, b"host")
+
+
+def _host(scope: Scope) -> str:
+    """Return the name or address by which the server was asked."""
+    host = header(scope, b"host").decode("latin-1")
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return name.strip("[]")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _refusal_of_page(scope: Scope) -> MedialaneError | None:

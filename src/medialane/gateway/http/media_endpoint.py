@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import LEASE_PATH, MEDIA_PATH
-from medialane.gateway.http.asgi import header, query_fields, send_response
+from medialane.gateway.http.responses import header, query_fields, send_response
 from medialane.gateway.intake import check_salt
 from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.tasks import LoopFairness
@@ -96,7 +96,7 @@ class MediaEndpoint:
         request, action, media = current_scope(), _ACTIONS[scope["method"]], scope["path_params"]["hash"]
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
-        ttl_s = _ttl(_query(scope, ("ttl",) if action == "renew" else ()))
+        ttl_s = _ttl(query_fields(scope["query_string"], ("ttl",) if action == "renew" else ()))
         salt = request.salt(salt_of(scope["headers"])) or ""
 
         def ask(call_id: int) -> AskLease:
@@ -107,7 +107,7 @@ class MediaEndpoint:
 
     def _declared(self, scope: Scope, request: RequestScope) -> PutMedia:
         """Return what is known before the body. Raises InvalidRequest, EmptyMedia."""
-        fields = _query(scope, ("ttl", "uuid"))
+        fields = query_fields(scope["query_string"], ("ttl", "uuid"))
         salt = salt_of(scope["headers"])
         check_salt(salt, self._config)
         if (uuid := fields.get("uuid")) == "":
@@ -199,16 +199,6 @@ class _Upload:
             raise ClientDisconnected("the client has disconnected")
         self._more = bool(message.get("more_body", False))
         return memoryview(message.get("body", b""))
-
-
-def _query(scope: Scope, allowed: tuple[str, ...]) -> Mapping[str, str]:
-    """Return the parameters of the query. Raises InvalidRequest for others than those allowed."""
-    fields = query_fields(scope["query_string"].decode("latin-1"))
-    for name in fields:
-        if name not in allowed:
-            known = " and ".join(allowed) or "none"
-            raise InvalidRequest(f"unknown parameter; supported here: {known}", param=name[:64])
-    return fields
 
 
 def _ttl(fields: Mapping[str, str]) -> float | None:

@@ -29,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from medialane.gateway.http.asgi import send_response
+from medialane.gateway.http.responses import send_response
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.collectors import Memory, up_metrics
 from medialane.observability.metrics import Metrics
@@ -75,7 +75,6 @@ class GatewayMetrics:
         metrics: Metrics,
         health: Callable[[], tuple[int, bytes]],
         refresh_own: Callable[[], Coroutine[Any, Any, None]],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = sockets[index]
         self._others = {str(i): path for i, path in enumerate(sockets) if i != index}
@@ -83,9 +82,6 @@ class GatewayMetrics:
         self._host = metrics.host
         self._health = health
         self._refresh_own = refresh_own
-        self._clock = clock
-        self._lock = asyncio.Lock()
-        self._refreshed_at = float("-inf")
         #: The latest text of each other gateway, by label.
         self._texts: dict[str, bytes] = {}
         self._up = {str(i): float(i == index) for i in range(len(sockets))}
@@ -98,12 +94,9 @@ class GatewayMetrics:
         return merge([generate_latest(self._own), *self._texts.values(), generate_latest(self._host)])
 
     async def refresh(self) -> None:
-        """Read the other gateways' metrics, at most every `MIN_INTERVAL_S`; takes at most `SCRAPE_TIMEOUT_S`."""
-        async with self._lock:
-            if self._clock() - self._refreshed_at >= MIN_INTERVAL_S:
-                others = [self._read(label, path) for label, path in self._others.items()]
-                await gather_or_cancel([self._refresh_own(), *others])
-                self._refreshed_at = self._clock()
+        """Read the other gateways' metrics; takes at most `SCRAPE_TIMEOUT_S`."""
+        others = [self._read(label, path) for label, path in self._others.items()]
+        await gather_or_cancel([self._refresh_own(), *others])
 
     async def _read(self, label: str, socket: str) -> None:
         self._up[label] = 0.0
@@ -197,29 +190,22 @@ METRICS_PATH = "/metrics"
 #: A worker that has not responded by then is exposed with its last values: scrapers have timeouts of their own.
 SCRAPE_TIMEOUT_S = 1.0
 
-#: Scrapes are unauthenticated and not rate-limited; workers are queried at most once per interval.
+#: Scrapes are unauthenticated and not rate-limited; workers and other gateways are asked at most once per interval.
 MIN_INTERVAL_S = 0.25
 
 
 class WorkerScrape:
     """The latest metrics of all connected workers."""
 
-    def __init__(self, workers: WorkerPool, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
-        self._clock = clock
-        self._lock = asyncio.Lock()
-        self._refreshed_at = float("-inf")
 
     async def refresh(self) -> None:
         """Query all workers for changed values, and wait for their responses, at most `SCRAPE_TIMEOUT_S` seconds."""
-        async with self._lock:
-            if self._clock() - self._refreshed_at < MIN_INTERVAL_S:
-                return
-            clients = [link.client for link in self._workers.links.values()]
-            await gather_or_cancel(
-                [client.calls.read_metrics(SCRAPE_TIMEOUT_S) for client in clients if client is not None]
-            )
-            self._refreshed_at = self._clock()
+        clients = [link.client for link in self._workers.links.values()]
+        await gather_or_cancel(
+            [client.calls.read_metrics(SCRAPE_TIMEOUT_S) for client in clients if client is not None]
+        )
 
     def mirrors(self) -> dict[str, MetricMirror]:
         """Return the metrics of the connected workers, by address."""
@@ -233,20 +219,31 @@ class WorkerScrape:
 
 
 class ScrapeMiddleware:
-    """Refreshes the workers' metrics before a scrape is served. `page`, if given, returns what is served; otherwise
-    vLLM's app serves this process's registry."""
+    """Refreshes what is exposed, at most every `MIN_INTERVAL_S`, before a scrape is served. `page`, if given, returns
+    what is served; otherwise vLLM's app serves this process's registry."""
 
     def __init__(
-        self, app: ASGIApp, refresh: Callable[[], Awaitable[None]], page: Callable[[], bytes] | None = None
+        self,
+        app: ASGIApp,
+        refresh: Callable[[], Awaitable[None]],
+        page: Callable[[], bytes] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._refresh = refresh
         self._page = page
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._refreshed_at = float("-inf")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_scrape = scope["type"] == "http" and scope["path"].startswith(METRICS_PATH)
         if is_scrape:
-            await self._refresh()
+            async with self._lock:
+                if self._clock() - self._refreshed_at >= MIN_INTERVAL_S:
+                    await self._refresh()
+                    self._refreshed_at = self._clock()
         if not is_scrape or self._page is None:
             return await self._app(scope, receive, send)
         return await send_response(send, 200, self._page(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])

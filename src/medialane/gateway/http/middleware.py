@@ -83,9 +83,6 @@ REPORT_HEADER = b"x-medialane-report"
 
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
-#: What operators do to look at requests is none of them.
-_NOT_KEPT = ("/medialane/login", "/medialane/logout")
-
 
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
@@ -126,7 +123,7 @@ class ScopeMiddleware:
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
             watched = _WatchedEnd(receive, IdentifiedSend(send, record.id, self._model), request)
-            is_kept = scope["method"] not in WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
+            is_kept = scope["method"] not in WITHOUT_BODY
             if is_kept:
                 self._recent.begin(record)
             try:
@@ -233,7 +230,6 @@ class IntakeMiddleware:
         if is_streamed:
             limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)
         request, form = current_scope(), error_form(scope)
-        limit = min(limit, request.max_body_bytes)
         request.client = given_key(scope).hex()
         tenant = "" if request.tenant is None else request.tenant.name
         request.memory = charge = BudgetCharge(self._memory, tenant)

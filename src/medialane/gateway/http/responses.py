@@ -15,6 +15,8 @@ that it got, a reference is replaced by what the client has sent.
 
 The id of a request, `X-Request-Id`, is the client's if it is usable, else one of ours. It is in the response's header,
 in every error body and in the log, and vLLM's app makes the ids of its answers of it.
+
+Above that is what all ASGI handlers of ours need: a request's headers and query, and responses in one piece.
 """
 
 from __future__ import annotations
@@ -23,21 +25,70 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
-from medialane.gateway.http.asgi import JSON, content_type_of, header, send_response, with_length
 from medialane.gateway.request.scope import RequestScope
 from medialane.observability.logging import request_id, trace_of
-from medialane.types.errors import MedialaneError, from_report
+from medialane.types.errors import InvalidRequest, MedialaneError, from_report
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Scope, Send
 
 Document = dict[str, Any]
 
 logger = logging.getLogger(__name__)
+
+JSON = (b"content-type", b"application/json")
+NO_STORE = (b"cache-control", b"no-store")
+
+#: Parameters of a query, most of all.
+_MAX_QUERY_FIELDS = 16
+#: Statuses whose responses have no length (RFC 9110, section 8.6).
+WITHOUT_LENGTH = (204, 304)
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """Return the value of a header; empty if there is none."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def query_fields(query: str | bytes, allowed: Collection[str]) -> dict[str, str]:
+    """Return the parameters of a query. Raises InvalidRequest for others than those allowed."""
+    text = query.decode("latin-1") if isinstance(query, bytes) else query
+    try:
+        pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_QUERY_FIELDS)
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise InvalidRequest("the query is not valid, or has too many parameters") from error
+    for name, _ in pairs:
+        if name not in allowed:
+            known = ", ".join(allowed) or "none"
+            raise InvalidRequest(f"unknown parameter; supported here: {known}", param=name[:64])
+    return dict(pairs)
+
+
+def content_type_of(start: Message) -> bytes:
+    """Return the media type of a response that begins, in lower case and without parameters; empty if it has none."""
+    kind = next((value for name, value in start.get("headers", ()) if name.lower() == b"content-type"), b"")
+    return kind.partition(b";")[0].strip().lower()
+
+
+def with_length(start: Message, length: int) -> Message:
+    """Return the start of a response with the length of another body."""
+    headers = [(name, value) for name, value in start.get("headers", ()) if name.lower() != b"content-length"]
+    return {**start, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+async def send_response(
+    send: Send, status: int, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (JSON,)
+) -> None:
+    """Send a response, with its length."""
+    length = [] if status in WITHOUT_LENGTH else [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *length]})
+    await send({"type": "http.response.body", "body": body})
+
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 

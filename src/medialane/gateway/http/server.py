@@ -1,5 +1,5 @@
 """uvicorn's server, and its HTTP protocol, with limits that they lack: on connections, header size, the time to receive
-a header, and the number of pending TLS handshakes (`wire.acceptor`).
+a header, and the number of pending TLS handshakes (`wire.listener`).
 
 Theory of operation. uvicorn stops reading a connection whose body the app does not read, so what a client can
 accumulate before its request reaches the app is a header (or trailer, or chunk extensions), pipelined requests, and
@@ -37,8 +37,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.asgi import header
-from medialane.gateway.http.responses import REQUEST_ID, error_body, error_headers, new_id
+from medialane.gateway.http.responses import REQUEST_ID, error_body, error_headers, header, new_id
 from medialane.observability.logging import request_id
 from medialane.types.errors import (
     ClientTooSlow,
@@ -49,7 +48,7 @@ from medialane.types.errors import (
     TargetTooLong,
     TooManyConnections,
 )
-from medialane.wire.acceptor import Acceptor
+from medialane.wire.listener import Acceptor
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -79,24 +78,10 @@ LINGER_S = 1
 _OTHER_FILES = 512
 
 
-class HttpBounds(msgspec.Struct, frozen=True):
-    max_connections: int
-    max_header_bytes: int
-    max_headers: int
-    header_timeout_s: float
-    write_timeout_s: float
-
-
-def http_bounds(config: GatewayConfig, *, max_headers: int = MAX_HEADERS, files_each: int = 1) -> HttpBounds:
-    """Return the limits of a server, whose connections need `files_each`. uvicorn's `h11_max_incomplete_event_size`
-    limits header bytes as well."""
-    return HttpBounds(
-        max_connections=_connections(config.max_connections, files_each),
-        max_header_bytes=config.max_header_bytes,
-        max_headers=max_headers,
-        header_timeout_s=config.header_timeout_s,
-        write_timeout_s=config.body_timeout_s,
-    )
+def http_bounds(config: GatewayConfig, *, files_each: int = 1) -> GatewayConfig:
+    """Return the limits of a server, whose connections need `files_each`: those configured, with as many connections as
+    this process may have."""
+    return msgspec.structs.replace(config, max_connections=_connections(config.max_connections, files_each))
 
 
 def _connections(configured: int, files_each: int) -> int:
@@ -119,11 +104,19 @@ def _connections(configured: int, files_each: int) -> int:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection. uvicorn's `h11_max_incomplete_event_size` limits header bytes as well as `bounds` do."""
 
-    def __init__(self, *args: Any, bounds: HttpBounds, is_stopping: Callable[[], bool] = bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        bounds: GatewayConfig,
+        max_headers: int,
+        is_stopping: Callable[[], bool] = bool,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
+        self._max_headers = max_headers
         self._is_stopping = is_stopping
         self._max_header_bytes = min(bounds.max_header_bytes, self.config.h11_max_incomplete_event_size or 1 << 62)
         self._deadline: asyncio.TimerHandle | None = None
@@ -152,7 +145,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """The client reads more slowly than the response is made: not at all for too long ends the connection, also one
         that is being closed."""
         super().pause_writing()
-        self._write_deadline = self.loop.call_later(self._bounds.write_timeout_s, self.transport.abort)
+        self._write_deadline = self.loop.call_later(self._bounds.body_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         self._clear_write_deadline()
@@ -240,12 +233,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _count_header(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
-        if self._header_bytes > self._max_header_bytes or self._num_headers > self._bounds.max_headers:
+        if self._header_bytes > self._max_header_bytes or self._num_headers > self._max_headers:
             self._fail(self._too_large())
 
     def _too_large(self) -> MedialaneError:
         return HeaderTooLarge(
-            f"the request header has more than {self._max_header_bytes} bytes or {self._bounds.max_headers} lines"
+            f"the request header has more than {self._max_header_bytes} bytes or {self._max_headers} lines"
         )
 
     def _fail(self, error: MedialaneError) -> None:
@@ -310,7 +303,8 @@ class BoundedServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         *,
-        bounds: HttpBounds,
+        bounds: GatewayConfig,
+        max_headers: int = MAX_HEADERS,
         is_behind_router: bool = False,
         on_listening: Callable[[], None] = lambda: None,
         max_refusing: int = MAX_REFUSING,
@@ -322,7 +316,7 @@ class BoundedServer(uvicorn.Server):
             config.loaded_app = RestoredClient(config.loaded_app)
             config.timeout_keep_alive = ROUTER_KEEP_ALIVE_S
         config.http_protocol_class = partial(  # type: ignore[assignment]  # a factory
-            BoundedHttpProtocol, bounds=bounds, is_stopping=lambda: self.should_exit
+            BoundedHttpProtocol, bounds=bounds, max_headers=max_headers, is_stopping=lambda: self.should_exit
         )
         super().__init__(config)
         self._bounds = bounds

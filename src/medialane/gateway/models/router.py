@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -23,8 +23,6 @@ import aiohttp
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import (
-    LOGIN_PATH,
-    LOGOUT_PATH,
     PAGE_PATH,
     AccessKeys,
     RouteKind,
@@ -32,14 +30,29 @@ from medialane.gateway.http.access import (
     responding,
     send_unauthorized,
 )
-from medialane.gateway.http.asgi import WITHOUT_LENGTH, header, until_gone
 from medialane.gateway.http.middleware import Scope, Send
-from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
+from medialane.gateway.http.responses import (
+    REQUEST_ID,
+    WITHOUT_LENGTH,
+    IdentifiedSend,
+    error_form,
+    given_id,
+    header,
+    send_error,
+    usable_id,
+)
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
-from medialane.gateway.models.all_models import OfAllModels, send_body
 from medialane.gateway.models.model_name import ModelSearch, search_of
-from medialane.gateway.models.served_models import GatewayRequest, Headers, Model, ServedModels, end_to_end
+from medialane.gateway.models.served_models import (
+    GatewayRequest,
+    Headers,
+    Model,
+    OfAllModels,
+    ServedModels,
+    end_to_end,
+    send_body,
+)
 from medialane.observability.logging import request_id
 from medialane.runtime.tasks import first_of
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneError, ModelRequired, ModelUnavailable
@@ -61,9 +74,12 @@ _HANDSHAKE = (
 
 
 class Exchange:
-    """`path` is that of the request without `root_path`, `asked` the model in its query."""
+    """`path` is that of the request without `root_path`, `asked` the model in its query. What is read of its body is
+    charged to `memory` until a gateway has it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, root_path: str) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, memory: BodyMemory, config: GatewayConfig, root_path: str
+    ) -> None:
         self.scope = scope
         self.path: str = scope["path"].removeprefix(root_path)
         self.is_websocket: bool = scope["type"] == "websocket"
@@ -74,7 +90,10 @@ class Exchange:
         )
         self.receive = receive
         self._send = send
+        self._memory = memory
+        self._config = config
         self._body: StreamedBody | None = None
+        self._has_started = False
 
     def header(self, name: bytes) -> bytes:
         return header(self.scope, name)
@@ -96,23 +115,22 @@ class Exchange:
             query = b"&".join(pair for pair in query.split(b"&") if not pair.startswith(_MODEL))
         return path + b"?" + query if query else path
 
-    async def find_model(self, memory: BodyMemory, config: GatewayConfig, limit: int) -> str | None:
-        """Read the body, of at most `limit` bytes, until it names the model; None if it does not. What was read is
-        charged to `memory` until a gateway has it. Raises ClientDisconnected, TooLarge, BodyMemoryExhausted,
-        ClientTooSlow."""
+    async def find_model(self, limit: int) -> str | None:
+        """Read the body, of at most `limit` bytes, until it names the model; None if it does not. Raises
+        ClientDisconnected, BodyTooLarge, BodyMemoryExhausted, ClientTooSlow."""
         declared = self.header(b"content-length")
         if declared.isdigit() and int(declared) > limit:
             raise BodyTooLarge(f"the request body has {int(declared)} bytes, more than {limit}")
         if (search := search_of(self.header(b"content-type"))) is None:
             return None
-        self._body = self._open_body(memory, config, limit)
+        self._body = self._open_body(limit)
         return await self._body.find(search)
 
-    async def forward(self, model: Model, memory: BodyMemory, config: GatewayConfig, *, named: bool = False) -> None:
+    async def forward(self, model: Model, *, named: bool = False) -> None:
         """Pass the request on, and the answer back, in pieces as they come. Ends with the client's connection. Raises
         ModelUnavailable, and what `find_model` raises."""
         if self.has_body and self._body is None:
-            self._body = self._open_body(memory, config, _NO_LIMIT)
+            self._body = self._open_body(_NO_LIMIT)
         body = self._body
         request = GatewayRequest(
             self.method,
@@ -121,36 +139,26 @@ class Exchange:
             None if body is None else body.pieces(),
             expects_continue=self.header(b"expect").lower() == b"100-continue",
         )
-        relay = _Relay(model, self._send)
         try:
             if body is None:
-                await until_gone(self.receive, relay.run(request))
+                await _until_gone(self.receive, self._relay(model, request))
             else:
-                await first_of(relay.run(request), body.until_gone())
+                await first_of(self._relay(model, request), body.until_gone())
         except (aiohttp.ClientError, TimeoutError) as error:
-            relay.failed(error, None if body is None else body.error)
+            of_body = None if body is None else body.error
+            if of_body is None:
+                logger.warning("a gateway of %s was lost during a request: %r", model.label, error)
+            if not self._has_started:  # else the response gets no end: the server closes its connection
+                raise of_body or ModelUnavailable("the model's gateway was lost before it has answered") from error
 
     def close(self) -> None:
         """Release the memory of what was read. Idempotent."""
         if self._body is not None:
             self._body.close()
 
-    def _open_body(self, memory: BodyMemory, config: GatewayConfig, limit: int) -> StreamedBody:
-        charge = BudgetCharge(memory)
-        return StreamedBody(self.receive, BoundedReceive(self.receive, limit, charge, config), charge)
-
-
-class _Relay:
-    """Passes one answer back."""
-
-    def __init__(self, model: Model, send: Send) -> None:
-        self._model = model
-        self._send = send
-        self._has_started = False
-
-    async def run(self, request: GatewayRequest) -> None:
+    async def _relay(self, model: Model, request: GatewayRequest) -> None:
         """Raises ModelUnavailable, aiohttp.ClientError."""
-        async with self._model.gateways.opened(request) as response:
+        async with model.gateways.opened(request) as response:
             headers = end_to_end(response.raw_headers)
             if response.status in WITHOUT_LENGTH:
                 headers = [each for each in headers if each[0].lower() != b"content-length"]
@@ -160,13 +168,19 @@ class _Relay:
                 await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def failed(self, error: Exception, of_body: MedialaneError | None) -> None:
-        """The client, or the gateway, was lost: raise what the client gets, unless its response has begun, which gets
-        no end then (the server closes its connection)."""
-        if of_body is None:
-            logger.warning("a gateway of %s was lost during a request: %r", self._model.label, error)
-        if not self._has_started:
-            raise of_body or ModelUnavailable("the model's gateway was lost before it has answered") from error
+    def _open_body(self, limit: int) -> StreamedBody:
+        charge = BudgetCharge(self._memory)
+        return StreamedBody(self.receive, BoundedReceive(self.receive, limit, charge, self._config), charge)
+
+
+async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
+    """Await `work`, which answers a request whose body was read, unless the client disconnects before."""
+
+    async def gone() -> None:
+        while not (await receive())["type"].endswith(".disconnect"):
+            pass
+
+    await first_of(work, gone())
 
 
 def _asked_model(query: bytes) -> str | None:
@@ -233,9 +247,7 @@ class StreamedBody:
 
 
 #: The same for every model, so that any may answer.
-_OF_ANY = frozenset({
-    "/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", PAGE_PATH, LOGIN_PATH, LOGOUT_PATH,
-})  # fmt: skip
+_OF_ANY = frozenset({"/version", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", PAGE_PATH})
 
 
 class NameRouter:
@@ -249,7 +261,6 @@ class NameRouter:
         *,
         max_body_bytes: int,
         root_path: str = "",
-        is_stopping: Callable[[], bool] = bool,
     ) -> None:
         self._models = models
         self._keys = keys
@@ -257,13 +268,13 @@ class NameRouter:
         self._max_body_bytes = max_body_bytes
         self._root_path = root_path
         self._memory = BodyMemory(config.max_bodies_bytes)
-        self._of_all = OfAllModels(models, is_stopping=is_stopping)
+        self._of_all = OfAllModels(models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await receive()  # websocket.connect
         send = responding(scope, send)
-        exchange = Exchange(scope, receive, send, root_path=self._root_path)
+        exchange = Exchange(scope, receive, send, memory=self._memory, config=self._config, root_path=self._root_path)
         id_token = request_id.set(usable_id(given_id(scope)))
         own = IdentifiedSend(send, request_id.get())
         try:
@@ -283,12 +294,12 @@ class NameRouter:
         if name is None:
             answer = self._of_all.handler(exchange.method, exchange.path)
             if answer is not None:
-                return await until_gone(exchange.receive, answer(exchange.scope, _identified(exchange), own))
+                return await _until_gone(exchange.receive, answer(_identified(exchange), own))
             if _is_of_any(exchange):
                 return await self._forward(exchange, self._models.any_serving())
         may_send = self._may_send(exchange)
         if name is None and exchange.has_body and may_send:
-            name = await exchange.find_model(self._memory, self._config, self._max_body_bytes)
+            name = await exchange.find_model(self._max_body_bytes)
         model = self._models.find(name)
         if model is None and not may_send:
             return await send_unauthorized(own)
@@ -301,8 +312,7 @@ class NameRouter:
         return await self._forward(exchange, model)
 
     async def _forward(self, exchange: Exchange, model: Model) -> None:
-        named = exchange.asked is not None and exchange.asked not in model.names
-        await exchange.forward(model, self._memory, self._config, named=named)
+        await exchange.forward(model, named=exchange.asked is not None and exchange.asked not in model.names)
 
     async def _find_adapter(self, name: str, exchange: Exchange) -> Model | None:
         """Ask the models for the adapters that they have loaded since they were asked last."""

@@ -1,20 +1,17 @@
 """What operators see of all requests: state and requests as JSON, and the page.
 
-`part` is what one gateway knows, `state` the parts of all added up, `endpoints` answers for both.
+`state` is what all gateways of a port know, added up from a part of each; `endpoints` answers for it.
 """
 
 from medialane.gateway.operators.endpoints import OperatorEndpoints, RequestList
-from medialane.gateway.operators.part import GatewayView, Limits, RequestSums, own_part
-from medialane.gateway.operators.state import ServerState, whole_state, worker_host
+from medialane.gateway.operators.state import GatewayView, RequestSums, ServerState, own_part, whole_state
 
 __all__ = [
     "GatewayView",
-    "Limits",
     "OperatorEndpoints",
     "RequestList",
     "RequestSums",
     "ServerState",
     "own_part",
     "whole_state",
-    "worker_host",
 ]

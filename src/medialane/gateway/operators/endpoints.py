@@ -1,4 +1,4 @@
-"""The page, its JSON API, its event stream, and the login (docs/reference/state.md).
+"""The page and its JSON API (docs/reference/state.md).
 
 Theory of operation. A gateway that is asked makes its own part, and gets its siblings' parts over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who
@@ -12,45 +12,31 @@ import hashlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from medialane.gateway.http.access import (
-    FILE_PATH,
-    LOGIN_PATH,
-    LOGOUT_PATH,
-    MAX_LOGIN_BYTES,
-    PAGE_PATH,
-    REQUEST_PATH,
-    REQUESTS_PATH,
-    STATE_PATH,
-    STREAM_PATH,
-    AccessKeys,
-)
-from medialane.gateway.http.asgi import (
-    INTERVAL_S,
-    JSON,
-    NO_STORE,
-    StateStreams,
-    header,
-    query_fields,
-    send_response,
-    until_gone,
-)
+from medialane.gateway.http.access import FILE_PATH, PAGE_PATH, REQUEST_PATH, REQUESTS_PATH, STATE_PATH
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, no_others
-from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, newest_decisions, own_part
-from medialane.gateway.operators.state import ServerState, store_view, whole_state
+from medialane.gateway.http.responses import JSON, NO_STORE, header, query_fields, send_response
+from medialane.gateway.operators.state import (
+    GatewayPart,
+    GatewayView,
+    newest_decisions,
+    own_part,
+    store_view,
+    whole_state,
+)
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
-from medialane.types.errors import InvalidKey, InvalidRequest, NotFound
+from medialane.types.errors import InvalidRequest, NotFound
 from medialane.types.media import MODALITIES
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
@@ -58,8 +44,8 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 
 #: Listed requests.
 MAX_LIMIT = 1000
-#: A wrong key is answered so much later.
-_WRONG_KEY_S = 0.3
+#: Least time between two documents.
+INTERVAL_S = 1.0
 
 #: Listed decisions: 2 ms of the event loop.
 MAX_DECISIONS = 256
@@ -82,10 +68,6 @@ _PAGE_HEADERS = [
 V = TypeVar("V")
 
 
-class Login(msgspec.Struct):
-    key: Annotated[str, msgspec.Meta(max_length=4096)]
-
-
 class RequestList(msgspec.Struct):
     """Requests of one gateway, or of all; running ones are first."""
 
@@ -100,8 +82,7 @@ class _PageFile(NamedTuple):
 
 
 class OperatorEndpoints:
-    """The endpoints of one gateway, which is `index` of its port. `store` is None if the model takes no media. Streams
-    end when `is_stopping`."""
+    """The endpoints of one gateway, which is `index` of its port. `store` is None if the model takes no media."""
 
     def __init__(
         self,
@@ -113,9 +94,7 @@ class OperatorEndpoints:
         router: Router,
         store: StoreLink | None,
         health: Callable[[], Health],
-        keys: AccessKeys,
         ask_others: AskOthers = no_others,
-        is_stopping: Callable[[], bool] = bool,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._index = str(index)
@@ -125,12 +104,10 @@ class OperatorEndpoints:
         self._router = router
         self._store = store
         self._health = health
-        self._keys = keys
         self._ask_others = ask_others
         self._interval_s = interval_s
         self._started_at = round(time.time(), 3)
-        self._streams = StateStreams(is_stopping, interval_s=interval_s, place=" at this gateway")
-        self._documents: dict[Limits, tuple[float, bytes]] = {}
+        self._document, self._made_at = b"", float("-inf")
         self._making = asyncio.Lock()
 
     @property
@@ -138,11 +115,8 @@ class OperatorEndpoints:
         """By method and path; to be the last ones, since FILE_PATH is the path of others, too."""
         return {
             f"GET {STATE_PATH}": _Endpoint(self._send_state),
-            f"GET {STREAM_PATH}": _Endpoint(self._send_stream),
             f"GET {REQUESTS_PATH}": _Endpoint(self._send_requests),
             f"GET {REQUEST_PATH}": _Endpoint(self._send_request),
-            f"POST {LOGIN_PATH}": _Endpoint(self._log_in),
-            f"POST {LOGOUT_PATH}": _Endpoint(self._log_out),
             f"GET {PAGE_PATH}": _Endpoint(_send_file),
             f"GET {FILE_PATH}": _Endpoint(_send_file),
         }
@@ -164,23 +138,20 @@ class OperatorEndpoints:
     async def _answer(self, path: str) -> bytes:
         """Raises MedialaneError."""
         what, _, query = path.partition("?")
-        fields = query_fields(query)
         if what == "part":
-            return msgspec.json.encode(await self._part(_limits(fields), is_asked=False))
+            return msgspec.json.encode(await self._part(is_asked=False))
         if what == "requests":
-            return msgspec.json.encode(RequestList(self._own_requests(*_wanted(fields))))
-        record = self._recent.find(fields.get("id", ""))
+            return msgspec.json.encode(RequestList(self._own_requests(*_wanted(query))))
+        record = self._recent.find(query_fields(query, ("id",)).get("id", ""))
         return b"null" if record is None else msgspec.json.encode(request_view(record, self._index, is_full=True))
 
-    async def _send_state(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if b"text/event-stream" in header(scope, b"accept"):
-            return await self._send_stream(scope, receive, send)
-        limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
-        return await send_response(send, 200, await self._document(limits), [JSON, NO_STORE])
+    async def _send_state(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        query_fields(scope["query_string"], ())
+        await send_response(send, 200, await self._state(), [JSON, NO_STORE])
 
     async def _send_requests(self, scope: Scope, _receive: Receive, send: Send) -> None:
         query = scope["query_string"].decode("latin-1")
-        wanted, limit = _wanted(query_fields(query))
+        wanted, limit = _wanted(query)
         listed, missing = self._own_requests(wanted, limit), []
         for index, answer in (await self._ask_others(f"requests?{query}")).items():
             if (theirs := _decoded(answer, RequestList)) is None:
@@ -204,30 +175,27 @@ class OperatorEndpoints:
         newest = self._recent.newest(wanted)
         return [request_view(record, self._index) for record, _ in zip(newest, range(limit), strict=False)]
 
-    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
-        await until_gone(receive, self._streams.send(send, partial(self._document, limits)))
-
-    async def _document(self, limits: Limits) -> bytes:
+    async def _state(self) -> bytes:
         """Return the state, at most `interval_s` old."""
         async with self._making:
             now = asyncio.get_running_loop().time()
-            made_at, document = self._documents.get(limits, (float("-inf"), b""))
-            if now - made_at < self._interval_s * 0.9:
-                return document
-            others, _ = await asyncio.gather(self._ask_others(f"part?{_query(limits)}"), self._refresh_store())
-            parts: dict[str, GatewayPart | None] = {self._index: await self._part(limits, is_asked=True)}
+            if now - self._made_at < self._interval_s * 0.9:
+                return self._document
+            others, _ = await asyncio.gather(self._ask_others("part"), self._refresh_store())
+            parts: dict[str, GatewayPart | None] = {self._index: await self._part(is_asked=True)}
             parts |= {index: _decoded(answer, GatewayPart) for index, answer in others.items()}
-            in_order = {index: parts[index] for index in sorted(parts, key=int)}
             await asyncio.sleep(0)
-            document = msgspec.json.encode(await self._state(in_order, limits))
-            self._documents = {
-                known: made for known, made in self._documents.items() if now - made[0] < self._interval_s
-            }
-            self._documents[limits] = now, document
-            return document
+            state = await whole_state(
+                {index: parts[index] for index in sorted(parts, key=int)},
+                model=self._model,
+                endpoints=self._workers.endpoints(),
+                encoder_caches=self._router.encoder_cache_use(),
+                store=None if self._store is None else store_view(self._store),
+            )
+            self._document, self._made_at = msgspec.json.encode(state), now
+            return self._document
 
-    async def _part(self, limits: Limits, *, is_asked: bool) -> GatewayPart:
+    async def _part(self, *, is_asked: bool) -> GatewayPart:
         health = self._health()
         own = GatewayView(
             self._index,
@@ -238,37 +206,11 @@ class OperatorEndpoints:
             health=health.status,
             problems=health.problems,
         )
-        return await own_part(own, self._recent, self._workers, limits)
-
-    async def _state(self, parts: Mapping[str, GatewayPart | None], limits: Limits) -> ServerState:
-        return await whole_state(
-            parts,
-            limits,
-            model=self._model,
-            endpoints=self._workers.endpoints(),
-            encoder_caches=self._router.encoder_cache_use(),
-            store=None if self._store is None else store_view(self._store),
-        )
+        return await own_part(own, self._recent, self._workers)
 
     async def _refresh_store(self) -> None:
         if self._store is not None:
             await self._store.refresh(_REFRESH_S)
-
-    async def _log_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            login = msgspec.json.decode(await _body(receive), type=Login)
-        except msgspec.DecodeError as error:
-            raise InvalidRequest('the body must be {"key": "..."}', param="key") from error
-        cookie = self._keys.session(login.key, scope)
-        if cookie is None:
-            await asyncio.sleep(_WRONG_KEY_S)
-            raise InvalidKey("this is not the admin key of this server", param="key")
-        await send_response(send, 204, headers=[(b"set-cookie", cookie.encode()), NO_STORE])
-
-    async def _log_out(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        await send_response(
-            send, 204, headers=[(b"set-cookie", self._keys.sessions.no_cookie(scope).encode()), NO_STORE]
-        )
 
 
 class _Endpoint:
@@ -287,15 +229,6 @@ def _decoded(answer: bytes | None, kind: type[V]) -> V | None:
         return None if answer is None else msgspec.json.decode(answer, type=kind)
     except msgspec.DecodeError:
         return None
-
-
-async def _body(receive: Receive) -> bytes:
-    """Return the body, as far as a login has one."""
-    body, more = b"", True
-    while more and len(body) <= MAX_LOGIN_BYTES:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
 
 
 async def _send_file(scope: Scope, _receive: Receive, send: Send) -> None:
@@ -321,20 +254,10 @@ def _page_files() -> dict[str, _PageFile]:
     return found
 
 
-def _limits(fields: Mapping[str, str]) -> Limits:
-    """Raises InvalidRequest."""
-    _check_names(fields, Limits._fields)
-    return Limits(**{name: _number(fields, name, least=0) for name in fields})
-
-
-def _query(limits: Limits) -> str:
-    return "&".join(f"{name}={value}" for name, value in limits._asdict().items())
-
-
-def _wanted(fields: Mapping[str, str]) -> tuple[RequestFilter, int]:
+def _wanted(query: str) -> tuple[RequestFilter, int]:
     """Return which requests are wanted, and how many. Raises InvalidRequest."""
     texts = ("model", "tenant", "modality", "worker")
-    _check_names(fields, (*texts, "slow", "failed", "live", "limit"))
+    fields = query_fields(query, (*texts, "slow", "failed", "live", "limit"))
     found: dict[str, Any] = {name: fields[name] for name in texts if name in fields}
     if fields.get("modality", "") not in ("", "text", *MODALITIES):
         raise InvalidRequest(f"modality must be one of {', '.join(MODALITIES)}, text", param="modality")
@@ -345,12 +268,6 @@ def _wanted(fields: Mapping[str, str]) -> tuple[RequestFilter, int]:
             found[name] = _truth(fields, name)
     limit = _number(fields, "limit") if "limit" in fields else 100
     return RequestFilter(**found), min(limit, MAX_LIMIT)
-
-
-def _check_names(fields: Mapping[str, str], allowed: tuple[str, ...]) -> None:
-    for name in fields:
-        if name not in allowed:
-            raise InvalidRequest(f"unknown parameter; supported here: {', '.join(allowed)}", param=name[:64])
 
 
 def _number(fields: Mapping[str, str], name: str, *, least: int = 1) -> int:

@@ -1,98 +1,260 @@
-"""The state of a server as operators see it (docs/reference/state.md), added up from the parts of its gateways."""
+"""The state of a server as operators see it (docs/reference/state.md), added up from the parts of its gateways.
+
+A part is what one gateway knows that its siblings do not: its requests, and what they add up to. Parts are made when
+someone looks, and never otherwise; the gateway that is asked adds them up.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
 import msgspec
-from msgspec import field
 
 import medialane
-from medialane.gateway.operators.part import (
-    WINDOW_S,
-    ErrorGroup,
-    GatewayPart,
-    GatewayView,
-    Limits,
-    RequestGroup,
-    RequestSums,
-    let_others_run,
+from medialane.gateway.records import (
+    STEP_S,
+    CacheSums,
+    ItemRecord,
+    RateStep,
+    RecentRequests,
+    RequestFilter,
+    RequestRecord,
+    RequestView,
+    Series,
+    Sums,
+    Waits,
+    request_view,
+    routing_report,
+    series,
 )
-from medialane.gateway.records import RequestView, Series, series
+from medialane.gateway.workers.pool import WorkerPool
 from medialane.store import StoreLink
 from medialane.types.request import Endpoint, WorkerRole, WorkerState
+from medialane.types.stats import ArenaStats, MediaLeaseStats, PoolStats, ProcessKind
 
 #: In the order in which requests are in them.
 STAGES = (
     "upload", "intake", "admission", "fetch", "prepare", "decode", "process", "assemble", "encode", "route", "handover",
     "queue", "prefill", "answer",
 )  # fmt: skip
-#: Listed tenants, and origins.
-MAX_GROUPS = 20
-
-#: Names of workers: HOST/NUMBER, HOST/encoder-NUMBER, HOST:PORT and HOST:PID, or the address that they listen at.
-_HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/(?:encoder-)?\d+)?", re.ASCII)
-_STORES = {"shm": "gateway's", "pull": "own", "inline": "none"}
+#: Over so many seconds are the sums of a part.
+WINDOW_S = 60.0
+#: Listed workers, running requests, decisions, and groups by tenant or origin.
+MAX_WORKERS, MAX_LIVE, MAX_DECISIONS, MAX_GROUPS = 100, 50, 20, 20
+#: Groups by one name that a part has.
+_MAX_OWN_GROUPS = 200
+#: Requests or workers that are added up in an iteration of the event loop: about 2 ms.
+_PIECES = 200
 
 Transport = Literal["shm", "pull", "inline"]
 
 
-class HostView(msgspec.Struct, frozen=True):
-    name: str
-    own: bool
-    workers: int
-    ready: int
-    encoders: int
-    store: str
+class RequestGroup(Sums):
+    """Requests that have something in common: a worker, a tenant, the origin of an item. `waits` are what they waited
+    for it, `oldest_ms` is the longest wait that has not ended, `prepare_s` what decoding and processing the new items
+    took."""
+
+    requests: int = 0
+    live: int = 0
+    items: int = 0
+    new: int = 0
+    oldest_ms: float = 0.0
+    prepare_s: float = 0.0
+    waits: Waits = msgspec.field(default_factory=Waits)
+
+    def waiting(self, ms: float) -> None:
+        self.oldest_ms = max(self.oldest_ms, ms)
 
 
-class StoreArenaView(msgspec.Struct, frozen=True):
-    """Of `ArenaStats`, but for `kinds`, its bytes by kind of entry."""
+class StageSums(Sums):
+    """Requests that run, and wait for the same."""
 
-    size_bytes: int
-    free_bytes: int
-    pinned_bytes: int = field(name="held_bytes")
-    writing_bytes: int
-    num_entries: int = field(name="entries")
-    num_evictions: int = field(name="evictions")
-    kinds: dict[str, int] = {}
+    num: int = 0
+    oldest_ms: float = 0.0
 
 
-class PreparersView(msgspec.Struct, frozen=True):
-    """Of `PoolStats`."""
+class RequestSums(Sums):
+    """What the requests of a gateway, or of several, add up to."""
 
-    num_preparers: int = field(name="num")
-    num_alive: int = field(name="alive")
-    num_busy: int = field(name="busy")
-    num_queued: int = field(name="queued")
-    queue_s: float
-    num_restarts: int = field(name="restarts")
-    num_done: int = field(name="done")
-    num_failed: int = field(name="failed")
+    stages: dict[str, StageSums] = msgspec.field(default_factory=dict)
+    by_worker: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
+    by_tenant: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
+    by_origin: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
+    steps: dict[int, RateStep] = msgspec.field(default_factory=dict)
+
+    def add_live(self, record: RequestRecord) -> None:
+        stage = record.stage or "answer"
+        self.stages[stage] = self.stages.get(stage, StageSums()) + StageSums(1, round(record.stage_ms, 1))
+        if (group := _group(self.by_worker, record.worker)) is not None:
+            group.live += 1
+            if record.timeline.current == "prefill":
+                group.waiting(record.stage_ms)
+        if (group := _group(self.by_tenant, record.tenant)) is not None:
+            group.live += 1
+            if record.first_token_at is None:
+                group.waiting(record.total_ms)
+        for item in record.items.values():
+            if item.live is not None and (group := _group(self.by_origin, item.origin)) is not None:
+                group.live += 1
+                group.waiting(item.live.current_ms)
+
+    def add_ended(self, record: RequestRecord) -> None:
+        self._add_attempts(record)
+        for item in record.items.values():
+            self._add_item(item)
+        if (group := _group(self.by_tenant, record.tenant)) is not None:
+            group.requests += 1
+            group.items += record.num_items
+            new = [item.timeline.seconds for item in record.items.values() if item.outcome == "new"]
+            group.new += len(new)
+            group.prepare_s += sum(seconds.get("decode", 0.0) + seconds.get("process", 0.0) for seconds in new)
+            if (ttft_ms := record.ttft_ms) is not None:
+                group.waits.count(ttft_ms)
+
+    def _add_attempts(self, record: RequestRecord) -> None:
+        for attempt in record.attempts:
+            if (group := _group(self.by_worker, attempt.worker)) is not None:
+                group.requests += 1
+        if record.first_token_ms is not None and (group := _group(self.by_worker, record.worker)) is not None:
+            group.waits.count(record.first_token_ms)
+
+    def _add_item(self, item: ItemRecord) -> None:
+        if (group := _group(self.by_origin, item.origin)) is None:
+            return
+        group.items += 1
+        group.requests += 1
+        group.new += item.outcome == "new"
+        if item.outcome != "hit" and (seconds := item.timeline.seconds.get("fetch")) is not None:
+            group.waits.count(seconds * 1000)
 
 
-class KeptView(msgspec.Struct, frozen=True):
-    """Of `MediaLeaseStats`."""
+class GatewayView(msgspec.Struct, frozen=True):
+    """One gateway of the port. That is `asked` which answers; one that is not `up` has not answered it."""
 
-    num_leases: int = field(name="leases")
-    num_bytes: int = field(name="bytes")
-    max_bytes: int
+    index: str
+    asked: bool
+    up: bool
+    pid: int | None = None
+    started_at: float | None = None
+    live: int | None = None
+    health: str | None = None
+    problems: tuple[str, ...] = ()
+
+
+class ErrorGroup(msgspec.Struct, frozen=True):
+    """Requests that have failed with one code, and the last of them."""
+
+    code: str
+    num: int
+    status: int | None = None
+    last_at: float | None = None
+    reason: str = ""
+    last_request: str | None = None
+
+
+class GatewayPart(msgspec.Struct):
+    """What one gateway knows. `in_flight` are its requests at each worker."""
+
+    gateway: GatewayView
+    sums: RequestSums
+    live: list[RequestView]
+    in_flight: dict[str, int]
+    errors: dict[str, ErrorGroup]
+    decisions: list[dict[str, object]]
+
+
+async def own_part(gateway: GatewayView, recent: RecentRequests, workers: WorkerPool) -> GatewayPart:
+    """Return the part of this gateway. A thousand requests take 10 ms: in between, the event loop goes on."""
+    sums = RequestSums()
+    live = recent.live
+    for number, record in enumerate(live, 1):
+        sums.add_live(record)
+        await _let_others_run(number)
+    for number, record in enumerate(list(recent.ended_within(WINDOW_S)), 1):
+        sums.add_ended(record)
+        await _let_others_run(number)
+    await asyncio.sleep(0)
+    sums.steps = recent.rates.steps()
+    return GatewayPart(
+        msgspec.structs.replace(gateway, live=len(live)),
+        sums,
+        live=[request_view(record, gateway.index) for record in live[:MAX_LIVE]],
+        in_flight={
+            link.name: sum(endpoint.num_in_flight for endpoint in link.endpoints()[:1])
+            for link in workers.links.values()
+        },
+        errors=_own_errors(sums.steps.values(), recent.errors()),
+        decisions=newest_decisions(recent, gateway.index, MAX_DECISIONS),
+    )
+
+
+def newest_decisions(recent: RecentRequests, gateway: str, number: int) -> list[dict[str, object]]:
+    """Return the last routing decisions of this gateway with their reasons, the newest request first."""
+    return list(islice(_decisions(recent, gateway), number))
+
+
+def _decisions(recent: RecentRequests, gateway: str) -> Iterator[dict[str, object]]:
+    for record in recent.newest(RequestFilter()):
+        for attempt in reversed(record.attempts):
+            if (decision := attempt.decision) is not None:
+                yield {
+                    "request": record.id,
+                    "gateway": gateway,
+                    "time": round(attempt.chosen_at, 3),
+                    "sent": attempt.is_sent,
+                    "error": attempt.error,
+                    "policy": decision.policy,
+                    **msgspec.structs.asdict(routing_report(decision, attempt.engine_cached_tokens)),
+                    "first_token_ms": attempt.first_token_ms,
+                }
+
+
+async def _let_others_run(number: int) -> None:
+    """Wait for an iteration of the event loop after so many pieces of work."""
+    if number % _PIECES == 0:
+        await asyncio.sleep(0)
+
+
+def _group(groups: dict[str, RequestGroup], name: str | None) -> RequestGroup | None:
+    """Return the group of this name; None for no name, or if there are too many."""
+    if not name:
+        return None
+    if name not in groups and len(groups) >= _MAX_OWN_GROUPS:
+        return None
+    return groups.setdefault(name, RequestGroup())
+
+
+def _own_errors(steps: Iterable[RateStep], failed: Iterable[RequestRecord]) -> dict[str, ErrorGroup]:
+    """Return how often each code was counted, with its last request that is kept; `failed` are the newest first."""
+    numbers: Counter[str] = Counter()
+    for step in steps:
+        numbers.update(step.codes)
+    groups = {code: ErrorGroup(code, num) for code, num in numbers.items()}
+    for record in failed:
+        error = record.error
+        if error is None or (group := groups.get(error.code)) is None or group.last_request is not None:
+            continue
+        last_at = round(record.received_at + record.total_ms / 1000, 3)
+        groups[error.code] = ErrorGroup(error.code, group.num, record.status or 0, last_at, error.reason, record.id)
+    return groups
 
 
 class StoreView(msgspec.Struct, frozen=True):
+    """The store of the gateways' host as its last statistics have it. `copied` are bytes from other hosts' stores."""
+
     state: Literal["ready", "starting", "lost"]
     problem: str | None
-    arena: StoreArenaView | None = None
-    preparers: PreparersView | None = None
-    kept: KeptView | None = None
+    arena: ArenaStats | None = None
+    preparers: PoolStats | None = None
+    kept: MediaLeaseStats | None = None
     copied: Mapping[str, int] = {}
-    memory_bytes: Mapping[str, int] = {}
+    memory_bytes: Mapping[ProcessKind, int] = {}
 
 
 class EncoderCacheView(msgspec.Struct, frozen=True):
@@ -102,21 +264,15 @@ class EncoderCacheView(msgspec.Struct, frozen=True):
 
 class WorkerView(msgspec.Struct, frozen=True):
     name: str
-    host: str
     role: WorkerRole
     state: WorkerState
-    reached_by: tuple[str, ...]
-    ranks: int
     running: int
     waiting: int
     in_flight: int
-    max_running: int | None
     kv_usage: float
-    kv_blocks: int | None
     encoder_cache: EncoderCacheView | None
     transport: Transport | None
     requests: int
-    failed: int
     first_token_p50_ms: float | None
     first_token_p95_ms: float | None
     oldest_ms: float | None
@@ -127,44 +283,26 @@ class WorkersView(msgspec.Struct, frozen=True):
     states: dict[str, int]
     running: int
     waiting: int
-    in_flight: int
-    kv_usage: float | None
     listed: list[WorkerView]
 
 
-class CachesView(msgspec.Struct, frozen=True):
-    items: dict[str, int]
-    embeddings: dict[str, int]
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class StageView(msgspec.Struct, frozen=True):
-    """Requests that run, by what they wait for."""
-
-    stage: str
-    num: int
-    oldest_ms: float
-
-
 class LiveView(msgspec.Struct, frozen=True):
+    """Requests that run, by what they wait for, in the order of STAGES."""
+
     num: int
-    stages: list[StageView]
+    stages: dict[str, StageSums]
     listed: list[RequestView]
 
 
 class GroupView(msgspec.Struct, frozen=True):
     name: str
     requests: int
-    failed: int
     live: int
     items: int
     new: int
     p50_ms: float | None
-    p95_ms: float | None
     oldest_ms: float | None
     prepare_ms: float
-    tenants: tuple[str, ...]
 
 
 class ServerState(msgspec.Struct, frozen=True):
@@ -173,11 +311,10 @@ class ServerState(msgspec.Struct, frozen=True):
     model: str
     window_s: float
     gateways: list[GatewayView]
-    hosts: list[HostView]
     store: StoreView | None
     workers: WorkersView
     encoders: WorkersView
-    caches: CachesView
+    caches: CacheSums
     live: LiveView
     rates: Series
     errors: list[ErrorGroup]
@@ -188,18 +325,17 @@ class ServerState(msgspec.Struct, frozen=True):
 
 async def whole_state(
     parts: Mapping[str, GatewayPart | None],
-    limits: Limits,
     *,
     model: str,
     endpoints: Sequence[Endpoint],
     encoder_caches: Mapping[str, tuple[int, int]],
     store: StoreView | None,
-    now: float | None = None,
 ) -> ServerState:
     """Return the state of the server. `parts` are of all gateways of the port, None for one that is down. The
     gateway that is asked sees the rest itself: `endpoints` are its workers, `encoder_caches` how many embeddings each
     has and how many fit, `store` is the one of its host."""
-    now = time.time() if now is None else now
+    now = time.time()
+    since = (now - WINDOW_S) // STEP_S
     known = [part for part in parts.values() if part is not None]
     sums = RequestSums()
     for part in known:
@@ -208,7 +344,7 @@ async def whole_state(
     views = []
     for number, endpoint in enumerate(endpoints, 1):
         views.append(_worker(endpoint, encoder_caches, known, sums.by_worker.get(endpoint.worker_id, RequestGroup())))
-        await let_others_run(number)
+        await _let_others_run(number)
     await asyncio.sleep(0)
     return ServerState(
         time=round(now, 3),
@@ -218,28 +354,20 @@ async def whole_state(
         gateways=[
             GatewayView(index, asked=False, up=False) if part is None else part.gateway for index, part in parts.items()
         ],
-        hosts=_hosts(views),
         store=store,
-        workers=_workers([view for view in views if view.role == "worker"], limits.workers),
-        encoders=_workers([view for view in views if view.role == "encoder"], limits.workers),
-        caches=CachesView(
-            {"hit": 0, "shared": 0, "new": 0, "sent": 0} | sums.items,
-            {"unneeded": 0, "loaded": 0, "encoded": 0, "unkept": 0} | sums.embeddings,
-            sums.prompt_tokens,
-            sums.cached_tokens,
-        ),
+        workers=_workers([view for view in views if view.role == "worker"]),
+        encoders=_workers([view for view in views if view.role == "encoder"]),
+        caches=sum((step.caches for number, step in sums.steps.items() if number > since), start=CacheSums()),
         live=LiveView(
             sum(part.gateway.live or 0 for part in known),
-            [StageView(name, at.num, at.oldest_ms) for name in STAGES if (at := sums.stages.get(name)) is not None],
-            sorted((view for part in known for view in part.live), key=attrgetter("received_at"))[: limits.live],
+            {name: sums.stages[name] for name in STAGES if name in sums.stages},
+            sorted((view for part in known for view in part.live), key=attrgetter("received_at"))[:MAX_LIVE],
         ),
         rates=series(sums.steps, now),
         errors=_errors(known),
         tenants=_groups(sums.by_tenant),
         origins=_groups(sums.by_origin),
-        decisions=sorted((each for part in known for each in part.decisions), key=_time, reverse=True)[
-            : limits.decisions
-        ],
+        decisions=sorted((each for part in known for each in part.decisions), key=_time, reverse=True)[:MAX_DECISIONS],
     )
 
 
@@ -249,94 +377,53 @@ def store_view(store: StoreLink) -> StoreView:
     if status is None:
         return StoreView("lost", store.problem)
     stats = status.stats
-    arena = stats.arena
-    kinds = {
-        "encoded": arena.encoded_bytes,
-        "decoded": arena.decoded_bytes,
-        "features": arena.processed_bytes,
-        "embeddings": arena.embedded_bytes,
-    }
     return StoreView(
         "ready" if status.has_started else "starting",
         status.problem,
-        msgspec.structs.replace(msgspec.convert(arena, StoreArenaView, from_attributes=True), kinds=kinds),
-        msgspec.convert(stats.preparers, PreparersView, from_attributes=True),
-        msgspec.convert(stats.leases, KeptView, from_attributes=True),
-        stats.pulls.num_bytes,
-        {str(kind): size for kind, size in stats.memory.items()},
+        stats.arena,
+        stats.preparers,
+        kept=stats.leases,
+        copied=stats.pulls.num_bytes,
+        memory_bytes=stats.memory,
     )
-
-
-def worker_host(name: str) -> str:
-    """Return the host of a worker, as far as its name has it; empty for a worker of the gateway's host."""
-    if name.startswith("unix:"):
-        return ""
-    match = _HOST.fullmatch(name)
-    return match["host"] if match else name
 
 
 def _worker(
     endpoint: Endpoint, encoder_caches: Mapping[str, tuple[int, int]], parts: Sequence[GatewayPart], group: RequestGroup
 ) -> WorkerView:
-    name, card, ranks = endpoint.worker_id, endpoint.card, endpoint.num_ranks
-    at = {part.gateway.index: part.workers[name] for part in parts if name in part.workers}
+    name = endpoint.worker_id
     cache = encoder_caches.get(name)
     transport: Transport = "shm" if endpoint.same_host else "pull" if endpoint.can_pull else "inline"
     return WorkerView(
         name=name,
-        host=worker_host(name),
         role=endpoint.role,
         state=endpoint.state,
-        reached_by=tuple(index for index, each in at.items() if each.state != "lost"),
-        ranks=ranks,
         running=endpoint.load.num_running,
         waiting=endpoint.load.num_waiting,
-        in_flight=sum(each.in_flight for each in at.values()),
-        max_running=card.max_num_seqs * ranks or None if card is not None else None,
+        in_flight=sum(part.in_flight.get(name, 0) for part in parts),
         kv_usage=round(endpoint.load.kv_usage, 4),
-        kv_blocks=card.num_kv_blocks * ranks or None if card is not None else None,
         encoder_cache=EncoderCacheView(*cache) if cache is not None and cache[1] else None,
         transport=transport if endpoint.ready else None,
         requests=group.requests,
-        failed=group.failed,
         first_token_p50_ms=group.waits.percentile_ms(0.5),
         first_token_p95_ms=group.waits.percentile_ms(0.95),
         oldest_ms=round(group.oldest_ms, 1) or None,
     )
 
 
-def _workers(views: Sequence[WorkerView], limit: int) -> WorkersView:
-    with_cache = [view.kv_usage for view in views if view.state != "lost"]
+def _workers(views: Sequence[WorkerView]) -> WorkersView:
     return WorkersView(
         num=len(views),
         states=dict(Counter(view.state for view in views)),
         running=sum(view.running for view in views),
         waiting=sum(view.waiting for view in views),
-        in_flight=sum(view.in_flight for view in views),
-        kv_usage=round(sum(with_cache) / len(with_cache), 4) if with_cache else None,
-        listed=sorted(views, key=_attention)[:limit],
+        listed=sorted(views, key=_attention)[:MAX_WORKERS],
     )
 
 
 def _attention(view: WorkerView) -> tuple[bool, float, int, int]:
     """Workers that need attention are first; otherwise the order of the configuration stays."""
     return view.state == "ready", -(view.oldest_ms or 0.0), -view.waiting, -view.running
-
-
-def _hosts(views: Sequence[WorkerView]) -> list[HostView]:
-    by_host: dict[str, list[WorkerView]] = {}
-    for view in views:
-        by_host.setdefault(view.host, []).append(view)
-    hosts = [_host(name, of_host) for name, of_host in by_host.items()]
-    return hosts if any(host.own for host in hosts) else [HostView("", True, 0, 0, 0, ""), *hosts]
-
-
-def _host(name: str, views: Sequence[WorkerView]) -> HostView:
-    workers = [view for view in views if view.role == "worker"]
-    stores = {_STORES[view.transport] for view in workers if view.transport is not None}
-    is_own = not name or "shm" in {view.transport for view in views}
-    num_ready = sum(view.state == "ready" for view in workers)
-    return HostView(name, is_own, len(workers), num_ready, len(views) - len(workers), " or ".join(sorted(stores)))
 
 
 def _errors(parts: Sequence[GatewayPart]) -> list[ErrorGroup]:
@@ -357,15 +444,12 @@ def _groups(groups: Mapping[str, RequestGroup]) -> list[GroupView]:
         GroupView(
             name,
             group.requests,
-            group.failed,
             group.live,
             group.items,
             group.new,
             group.waits.percentile_ms(0.5),
-            group.waits.percentile_ms(0.95),
             round(group.oldest_ms, 1) or None,
             round(1000 * group.prepare_s, 1),
-            tuple(sorted(group.tenants)),
         )
         for name, group in first[:MAX_GROUPS]
     ]

@@ -10,7 +10,7 @@ const LONG_MS = 1000;
 const MUCH = 3;
 /** Items that are not cached, of a tenant's; what to prepare them takes, of what it takes for all. */
 const MOSTLY_NEW = 0.8, MUCH_WORK = 0.1;
-const MOST = 5, MOST_NAMES = 3;
+const MOST = 5;
 const PAUSED_LATELY_S = 120, PAUSES_S = 900;
 
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) / 2)] ?? null;
@@ -113,17 +113,17 @@ function slow(worker, listed, time) {
   return null;
 }
 
-const areBusy = (preparers) => preparers.queued > 0 && preparers.queue_s > 0.5;
+const areBusy = (preparers) => preparers.num_queued > 0 && preparers.queue_s > 0.5;
 
 function store({store: found}) {
   if (!found) return [];
   if (found.state !== 'ready') return [{level: 'red', subject: 'media store', text: `is ${found.state}: requests with media wait${found.problem ? ` (${found.problem})` : ''}`}];
   const {preparers, arena} = found;
-  const missing = preparers.num - preparers.alive;
+  const {num_preparers: num, num_alive: alive, num_queued: queued} = preparers;
   return [
-    areBusy(preparers) && {level: 'amber', subject: 'preparers', text: `are all busy: ${plural(preparers.queued, 'media item')} wait${preparers.queued === 1 ? 's' : ''}, for about ${ms(1000 * preparers.queue_s)}`},
-    missing > 0 && preparers.alive < preparers.num / 2 && {level: 'amber', subject: 'preparers', text: `are missing: ${preparers.alive} of ${preparers.num} run`},
-    arena.held_bytes > 0.85 * arena.size_bytes && {level: 'amber', subject: 'shared memory', text: `is full of media in use (${percent(arena.held_bytes / arena.size_bytes)}): new ones wait for space`},
+    areBusy(preparers) && {level: 'amber', subject: 'preparers', text: `are all busy: ${plural(queued, 'media item')} wait${queued === 1 ? 's' : ''}, for about ${ms(1000 * preparers.queue_s)}`},
+    alive < num / 2 && {level: 'amber', subject: 'preparers', text: `are missing: ${alive} of ${num} run`},
+    arena.pinned_bytes > 0.85 * arena.size_bytes && {level: 'amber', subject: 'shared memory', text: `is full of media in use (${percent(arena.pinned_bytes / arena.size_bytes)}): new ones wait for space`},
   ].filter(Boolean);
 }
 
@@ -133,9 +133,8 @@ function origins({origins: all}) {
     return longest >= LONG_MS / 2 && longest > MUCH * (others(all, origin, (each) => each.p50_ms) ?? 0);
   }).map((origin) => {
     const elsewhere = others(all, origin, (each) => each.p50_ms);
-    const users = origin.tenants.length ? `; used by ${origin.tenants.slice(0, MOST_NAMES).join(', ')}${origin.tenants.length > MOST_NAMES ? ' and others' : ''}` : '';
     const live = origin.live ? `; ${plural(origin.live, 'request')} with media from there in flight` : '';
-    return {level: 'amber', subject: origin.name, filter: {text: origin.name}, text: `answers slowly: to fetch an item takes ${ms(origin.p50_ms ?? origin.oldest_ms)}${elsewhere === null ? '' : `, elsewhere ${ms(elsewhere)}`}${users}${live}`};
+    return {level: 'amber', subject: origin.name, filter: {text: origin.name}, text: `answers slowly: to fetch an item takes ${ms(origin.p50_ms ?? origin.oldest_ms)}${elsewhere === null ? '' : `, elsewhere ${ms(elsewhere)}`}${live}`};
   });
 }
 

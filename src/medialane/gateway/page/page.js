@@ -1,4 +1,4 @@
-// The page: one connection to the gateway, and the sections that it fills. What is drawn is bounded whatever the load:
+// The page: the state, asked for every second, and the sections that it fills. What is drawn is bounded whatever the load:
 // one drawing a second, of at most some dozens of rows in each section.
 
 import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
@@ -7,7 +7,7 @@ import * as requests from './requests.js';
 import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
 
 /** Rows of each section: the worst or the latest. */
-const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_HOSTS = 5, MOST_SENDERS = 5;
+const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_SENDERS = 5;
 /** From so many workers on there is a map of those that need attention first. */
 const MAP_FROM = 9;
 const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
@@ -16,8 +16,9 @@ const LEAST_MINUTES = 2, LONG_MS = 1000, ANSWER_MS = 5000;
 const ASKED = 60, SEARCHED = 400;
 
 /** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. If there are
-    several models, `answer` has the states of all, and `model` is the name of the one that is shown. */
-const page = {answer: null, model: null, state: null, next: null, latest: [], isPaused: false, source: null, turn: 0, heardAt: 0, retries: 0, isGone: false};
+    several models, `answer` has the states of all, `model` is the name of the one that is shown, and `served` the one by
+    which it is asked. `key` is the admin key: it is nowhere else, and is sent with each question. */
+const page = {answer: null, model: null, served: null, state: null, next: null, latest: [], isPaused: false, key: '', turn: 0, asked: 0, heardAt: 0, retries: 0, isGone: false};
 /** Times in which workers did not respond: name -> [{at, seconds}], seconds null while it lasts. */
 const pauses = new Map();
 /** What was seen last of each worker's requests: name -> {at, marks}. */
@@ -26,12 +27,13 @@ const progress = new Map();
 // ---- connection
 
 /** Ask the gateway: {status, body}. The status is 0 if it is gone, the body null if it is no JSON. */
-async function ask(path, options = {}) {
+async function ask(path) {
   let status = 0;
   try {
-    const answer = await fetch(path, {cache: 'no-store', signal: AbortSignal.timeout(ANSWER_MS), ...options});
+    const headers = page.key ? {authorization: `Bearer ${page.key}`} : {};
+    const answer = await fetch(path, {cache: 'no-store', signal: AbortSignal.timeout(ANSWER_MS), headers});
     status = answer.status;
-    return {status, body: status === 204 ? null : await answer.json()};
+    return {status, body: await answer.json()};
   } catch {
     return {status, body: null};
   }
@@ -39,29 +41,27 @@ async function ask(path, options = {}) {
 
 const reason = ({status, body}) => body?.error?.message ?? (status ? `The gateway answers ${status}.` : 'The gateway does not answer.');
 
-async function connect() {
+/** Ask for the state, again and again. */
+async function poll() {
   clearTimeout(page.timer);
-  page.source?.close();
+  const asked = ++page.asked;
   const answer = await ask('state');
-  if (answer.status === 401) return askForKey('');
+  if (asked !== page.asked) return; // with another key
+  if (answer.status === 401 || (answer.status === 403 && page.key)) return askForKey(page.key && 'This is not the admin key.');
   if (answer.status === 403 || answer.status === 404) return showFirst(reason(answer));
   if (answer.status !== 200 || !answer.body) return retry();
+  const isBack = page.isGone || !page.answer;
+  page.retries = 0;
   received(answer.body);
-  askForRequests();
-  const source = page.source = new EventSource('state/stream');
-  source.addEventListener('state', (event) => {
-    page.retries = 0;
-    received(JSON.parse(event.data));
-  });
-  source.onerror = () => { source.close(); retry(); };
+  if (isBack) askForRequests();
+  page.timer = setTimeout(poll, 1000 * DRAW_S);
 }
 
 function retry() {
-  page.source?.close();
   page.isGone = true;
   showLink();
   const wait = RETRY_S[Math.min(page.retries++, RETRY_S.length - 1)];
-  page.timer = setTimeout(connect, 1000 * wait);
+  page.timer = setTimeout(poll, 1000 * wait);
 }
 
 function received(answer) {
@@ -84,6 +84,7 @@ function stateIn(answer) {
   const named = answer.models.find(({name}) => name === page.model);
   const shown = named ?? answer.models.find(({state}) => state) ?? answer.models[0];
   page.model = shown.name;
+  page.served = shown.names[0];
   drawModels(answer.models);
   return shown.state;
 }
@@ -135,24 +136,24 @@ async function askForRequests() {
   const wanted = requests.filters();
   const query = new URLSearchParams({limit: wanted.text ? SEARCHED : ASKED});
   for (const name of ['model', 'tenant', 'worker', 'modality']) if (wanted[name]) query.set(name, wanted[name]);
-  if (page.model && !wanted.model) query.set('model', page.model);
+  if (page.served && !wanted.model) query.set('model', page.served);
   if (wanted.slow) query.set('slow', requests.SLOW_MS);
   if (wanted.failed) query.set('failed', true);
   if (!requests.isFiltered()) query.set('live', false); // the state has those that run
   const {status, body} = await ask(`requests?${query}`);
   if (turn !== page.turn) return; // the filter has changed since
   if (!page.isGone) page.asking = setTimeout(askForRequests, 1000 * POLL_S);
-  if (status !== 200 || !body) return; // if the gateway is gone, the stream notices it
+  if (status !== 200 || !body) return; // if the gateway is gone, the next state says so
   page.latest = body.requests;
   if (page.state && !page.isPaused) drawRequests();
 }
 
-// ---- login
+// ---- the key
 
 /** Show a text, or the form for the key, instead of the content. */
 function showFirst(text, isLogin = false) {
   page.isGone = false;
-  page.state = null;
+  page.state = page.answer = null;
   clearTimeout(page.asking);
   close();
   mark(document.body, '');
@@ -165,30 +166,20 @@ function showFirst(text, isLogin = false) {
 }
 
 function askForKey(message) {
+  page.key = '';
   showFirst('', true);
   write(find('#login-error'), message);
   find('#key').focus();
 }
 
-find('#login').addEventListener('submit', async (event) => {
+find('#login').addEventListener('submit', (event) => {
   event.preventDefault();
-  const body = JSON.stringify({key: find('#key').value});
-  const answer = await ask('login', {method: 'POST', headers: {'content-type': 'application/json'}, body});
-  if (answer.status !== 204) {
-    find('#key').select();
-    return askForKey(answer.status === 401 ? 'This is not the admin key.' : reason(answer));
-  }
+  const key = find('#key').value.trim();
   find('#key').value = '';
-  show(find('#logout'), true);
+  if (!/^[ -~]+$/.test(key)) return askForKey('This is not the admin key.'); // no header can have it
+  page.key = key;
   showFirst('Waiting for the gateway.');
-  connect();
-});
-
-find('#logout').addEventListener('click', async () => {
-  help.close();
-  await ask('logout', {method: 'POST'});
-  page.source?.close();
-  connect();
+  poll();
 });
 
 // ---- drawing
@@ -205,7 +196,7 @@ function draw() {
     show(find('#content'), true);
     show(find('#first'), false);
   }
-  for (const part of [drawHeader, drawFindings, drawStages, drawCharts, drawRequests, drawWorkers, drawDecisions, drawHosts, drawCaches, drawSenders, drawProblems, showLink]) part();
+  for (const part of [drawHeader, drawFindings, drawStages, drawCharts, drawRequests, drawWorkers, drawDecisions, drawMedia, drawCaches, drawSenders, drawProblems, showLink]) part();
 }
 
 function showLink() {
@@ -221,14 +212,11 @@ function showLink() {
 }
 
 function drawHeader() {
-  const {model, gateways, workers, hosts, encoders} = page.state;
+  const {model, gateways, workers, encoders} = page.state;
   write(find('#serving'), [model, plural(workers.num, 'worker'), encoders.num ? plural(encoders.num, 'encoder') : null,
-    numHosts(hosts) > 1 ? plural(numHosts(hosts), 'host') : null, gateways.length > 1 ? plural(gateways.length, 'gateway') : null].filter(Boolean).join(' · '));
+    gateways.length > 1 ? plural(gateways.length, 'gateway') : null].filter(Boolean).join(' · '));
   document.title = `medialane · ${model}`;
 }
-
-/** Workers of the gateway's host may have any names, which are taken for those of hosts. */
-const numHosts = (hosts) => hosts.filter((host) => !host.own).length + 1;
 
 /** Note since when nothing has changed of a worker's requests that are listed: no token, no end. New ones say nothing. */
 function watchProgress({workers: {listed}, live, time}) {
@@ -289,8 +277,8 @@ for (const lane of LANES) {
 function drawStages() {
   const {num, stages} = page.state.live;
   const here = Object.fromEntries(CELLS.map((cell) => [cell.name, {num: 0, oldest_ms: 0}]));
-  for (const stage of stages) {
-    const cell = here[cellOf(stage.stage)];
+  for (const [name, stage] of Object.entries(stages)) {
+    const cell = here[cellOf(name)];
     cell.num += stage.num;
     cell.oldest_ms = Math.max(cell.oldest_ms, stage.oldest_ms);
   }
@@ -333,7 +321,7 @@ function drawCharts() {
   const p50 = values.ttft_p50_ms, p95 = values.ttft_p95_ms;
   charts.ttft.fill({main: p95, second: p50, step_s: step, area: false},
     (i) => [ms(p95[i]), p50[i] === null ? '' : `median ${ms(p50[i])}`], ms);
-  const share = values.items.map((value, i) => (value ? (values.items_cached[i] + values.items_shared[i]) / value : null));
+  const share = values.items.map((value, i) => (value ? values.items_cached[i] / value : null));
   charts.cache.fill({main: share, most: 1, step_s: step},
     (i) => [percent(share[i]), `of ${count(values.items[i] / step)} items/s`], percent);
   const tokens = rate('generated_tokens');
@@ -378,11 +366,13 @@ function drawWorkers() {
   drawMap(workers.num, listed);
 }
 
+const MEDIA_FROM = {shm: 'the store of this host', pull: 'a store of its own', inline: 'the gateway'};
+
 function fillWorker(row, worker) {
   const [name, state, first, load, kv, encoder] = row.children;
   const {isStuck: isStopped, past} = worker;
   write(name, shortName(worker.name));
-  say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
+  say(name, worker.transport ? `${worker.name}: media from ${MEDIA_FROM[worker.transport]}` : worker.name);
   const last = past.length ? ago(page.state.time - past.at(-1).at) : '';
   const text = isStopped && silence(worker) !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(silence(worker))}` : worker.state;
   write(state, worker.state === 'ready' && !isStopped && last ? `paused ${past.length}×, ${last}` : text);
@@ -442,47 +432,33 @@ function drawDecisions() {
   show(find('#decisions-empty'), !decisions.length);
 }
 
-const KINDS = [['encoded', 'as fetched', 'media-1'], ['decoded', 'decoded', 'media-2'], ['features', 'tensors', 'media-3'], ['embeddings', 'embeddings', 'media-4']];
+const KINDS = [['encoded', 'as fetched', 'media-1'], ['decoded', 'decoded', 'media-2'], ['processed', 'tensors', 'media-3'], ['embedded', 'embeddings', 'media-4']];
 const arenaBar = make('div', {class: 'bar'}, ...KINDS.map(([, , colour]) => make('i', {class: colour})));
 const legend = make('div', {class: 'legend'}, ...KINDS.map(([, , colour]) => make('span', {}, make('i', {class: `swatch ${colour}`}), make('span'))));
 const storeFacts = make('dl', {class: 'facts'});
 find('#store').append(arenaBar, legend, storeFacts);
-const hostRows = find('#host-rows');
-head(hostRows, 'Host', 'Workers', 'Encoders', 'Media from');
 
-function drawHosts() {
-  const {store, hosts, encoders} = page.state;
+function drawMedia() {
+  const {store, encoders} = page.state;
   show(find('#store'), Boolean(store?.arena));
   show(find('#store-empty'), !store?.arena);
   write(find('#store-empty'), store ? `The media store is ${store.state}${store.problem ? `: ${store.problem}` : '.'}` : 'The model takes no media.');
   if (store?.arena) drawStore(store, encoders);
   else write(find('#store-note'), '');
-  list(hostRows, hosts.slice(0, MOST_HOSTS), (host) => host.name, () =>
-    make('div', {class: 'row'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), make('span', {class: 'cut muted'}), make('span', {class: 'cut muted'})), (row, host) => {
-    const [name, workers, encoding, media] = row.children;
-    write(name, host.name || 'this host');
-    say(name, host.name || 'this host');
-    write(workers, host.ready === host.workers ? `${count(host.workers)} ready` : `${count(host.ready)} of ${count(host.workers)} ready`);
-    mark(workers, host.ready === host.workers ? 'cut' : 'cut trouble');
-    write(encoding, host.encoders ? count(host.encoders) : 'none');
-    write(media, {'gateway\'s': 'this store', own: 'its own store', none: 'no store'}[host.store] ?? host.store);
-  });
-  show(hostRows, numHosts(hosts) > 1);
-  write(find('#hosts-note'), numHosts(hosts) > 1 && hosts.length > MOST_HOSTS ? `${MOST_HOSTS} of ${count(hosts.length)} hosts listed` : '');
 }
 
 function drawStore({arena, preparers, kept, copied, memory_bytes: memory, state}, encoders) {
   const used = arena.size_bytes - arena.free_bytes;
   write(find('#store-note'), `${bytes(used)} of ${bytes(arena.size_bytes)} of shared memory${state === 'ready' ? '' : `; ${state}`}`);
   KINDS.forEach(([name, title], i) => {
-    size(arenaBar.children[i], 'width', `${(100 * (arena.kinds[name] ?? 0)) / arena.size_bytes}%`);
-    write(legend.children[i].lastChild, `${title} ${bytes(arena.kinds[name] ?? 0)}`);
+    size(arenaBar.children[i], 'width', `${(100 * arena[`${name}_bytes`]) / arena.size_bytes}%`);
+    write(legend.children[i].lastChild, `${title} ${bytes(arena[`${name}_bytes`])}`);
   });
   const lines = [
-    ['In use', `${bytes(arena.held_bytes)} by requests; ${plural(arena.entries, 'entry', 'entries')}${arena.evictions ? `, ${count(arena.evictions)} evicted` : ''}`],
-    ['Preparers', preparers && `${preparers.busy} of ${preparers.num} busy${preparers.queued ? `, ${plural(preparers.queued, 'item')} wait` : ''}; ${count(preparers.done)} items done${preparers.failed ? `, ${count(preparers.failed)} failed` : ''}${preparers.restarts ? `, ${plural(preparers.restarts, 'restart')}` : ''}`],
+    ['In use', `${bytes(arena.pinned_bytes)} by requests; ${plural(arena.num_entries, 'entry', 'entries')}${arena.num_evictions ? `, ${count(arena.num_evictions)} evicted` : ''}`],
+    ['Preparers', preparers && `${preparers.num_busy} of ${preparers.num_preparers} busy${preparers.num_queued ? `, ${plural(preparers.num_queued, 'item')} wait` : ''}; ${count(preparers.num_done)} items done${preparers.num_failed ? `, ${count(preparers.num_failed)} failed` : ''}${preparers.num_restarts ? `, ${plural(preparers.num_restarts, 'restart')}` : ''}`],
     ['Encoders', encoders.num ? `${count(encoders.states.ready ?? 0)} of ${count(encoders.num)} ready, ${count(encoders.running + encoders.waiting)} items` : 'none: workers encode'],
-    ['Kept for clients', kept?.leases ? `${plural(kept.leases, 'item')}, ${bytes(kept.bytes)}` : null],
+    ['Kept for clients', kept?.num_leases ? `${plural(kept.num_leases, 'item')}, ${bytes(kept.num_bytes)}` : null],
     ['From other hosts', Object.entries(copied ?? {}).filter(([, number]) => number).map(([mover, number]) => `${bytes(number)} by ${mover}`).join(', ')],
     ['Memory', Object.entries(memory ?? {}).map(([kind, number]) => `${kind} ${bytes(number)}`).join(', ')],
   ].filter(([, value]) => value);
@@ -544,22 +520,21 @@ function drawSenders() {
 const REFUSALS = new Set(['queue_full', 'queue_timeout', 'ttft_limit_exceeded', 'worker_busy', 'media_overloaded', 'arena_full', 'body_memory_exhausted']);
 
 const problemRows = find('#problem-rows');
-head(problemRows, 'Count', 'What', 'Whose', 'Last>');
+head(problemRows, 'Count', 'What', 'Last>');
 
 function drawProblems() {
   const {errors, time} = page.state;
   list(problemRows, errors.slice(0, MOST_PROBLEMS), (error) => error.code, (error) => {
-    const row = make('div', {class: 'row'}, make('span'), make('span', {class: 'cut'}), make('span', {class: 'cut muted'}), make('span', {class: 'num muted'}));
+    const row = make('div', {class: 'row'}, make('span'), make('span', {class: 'cut'}), make('span', {class: 'num muted'}));
     row.addEventListener('click', () => openRequest(row.request));
     return row;
   }, (row, error) => {
-    const [number, what, whose, last] = row.children;
+    const [number, what, last] = row.children;
     row.request = error.last_request;
     write(number, count(error.num));
     write(what, error.code.replaceAll('_', ' '));
     mark(what, `cut ${REFUSALS.has(error.code) || error.status === 429 ? 'trouble' : error.status === 499 ? 'muted' : 'bad'}`);
     say(row, [error.status, error.reason || error.code].filter(Boolean).join(': '));
-    write(whose, (error.tenants ?? []).filter(Boolean).join(', '));
     write(last, error.last_at ? ago(Math.max(0, time - error.last_at)) : '');
   });
   show(problemRows.head, errors.length > 0);
@@ -572,7 +547,7 @@ let detailTimer = null;
 document.addEventListener('opened', follow);
 find('#detail-close').addEventListener('click', close);
 
-const whole = (id) => ask(`requests/${encodeURIComponent(id)}`);
+const whole = (id) => ask(`requests/${encodeURIComponent(id)}${page.served ? `?${new URLSearchParams({model: page.served})}` : ''}`);
 
 /** Open a request of which only the id is known. */
 async function openRequest(id) {
@@ -654,4 +629,4 @@ function escape() {
   document.activeElement?.blur();
 }
 
-connect();
+poll();

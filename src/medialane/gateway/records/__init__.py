@@ -6,6 +6,8 @@ the line of the log (`view`), the report in a response (`report`), spans (`trace
 """
 
 from medialane.gateway.records.recent import (
+    STEP_S,
+    CacheSums,
     RateStep,
     RecentRequests,
     RequestFilter,
@@ -25,7 +27,9 @@ from medialane.gateway.records.view import RequestView, log_end, request_view
 __all__ = [
     "MAX_PENDING_BYTES",
     "RECORDING_FORMAT",
+    "STEP_S",
     "AttemptTrace",
+    "CacheSums",
     "EmbeddingOutcome",
     "ItemRecord",
     "MediaStandIn",

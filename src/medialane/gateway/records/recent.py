@@ -14,11 +14,11 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import msgspec
 
-from medialane.gateway.records.record import RequestRecord
+from medialane.gateway.records.record import EmbeddingOutcome, ItemOutcome, RequestRecord
 
 #: Kept of all requests.
 SIZE = 1000
@@ -184,24 +184,35 @@ class Waits(Sums):
         return None
 
 
+class CacheSums(Sums):
+    """What was found in caches: items and embeddings by outcome, and tokens of prompts."""
+
+    items: dict[ItemOutcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(ItemOutcome), 0))
+    embeddings: dict[EmbeddingOutcome, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(get_args(EmbeddingOutcome), 0)
+    )
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, record: RequestRecord) -> None:
+        self.prompt_tokens += record.prompt_tokens or 0
+        self.cached_tokens += record.cached_tokens or 0
+        for item in record.items.values():
+            if item.outcome is not None:
+                self.items[item.outcome] += 1
+            if item.embedding is not None:
+                self.embeddings[item.embedding] += 1
+
+
 class RateStep(Sums):
-    """The requests that ended in one step. `items` are media items: `items_cached` were cached, `items_shared` made
-    once for several requests. `codes` counts failed ones by code."""
+    """The requests that ended in one step. `codes` counts failed ones by code."""
 
     requests: int = 0
     failed: int = 0
-    items: int = 0
-    items_cached: int = 0
-    items_shared: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
     generated_tokens: int = 0
-    media_bytes: int = 0
+    caches: CacheSums = msgspec.field(default_factory=CacheSums)
     ttft: Waits = msgspec.field(default_factory=Waits)
     codes: dict[str, int] = msgspec.field(default_factory=dict)
-
-
-_NUMBERS = tuple(name for name in RateStep.__struct_fields__ if name not in {"ttft", "codes"})
 
 
 class RequestRates:
@@ -216,14 +227,8 @@ class RequestRates:
         step = self._current()
         step.requests += 1
         step.failed += record.is_failed
-        step.items += record.num_items
-        step.prompt_tokens += record.prompt_tokens or 0
-        step.cached_tokens += record.cached_tokens or 0
         step.generated_tokens += record.generated_tokens
-        for item in record.items.values():
-            step.items_cached += item.outcome == "hit"
-            step.items_shared += item.outcome == "shared"
-            step.media_bytes += item.num_bytes
+        step.caches.add(record)
         if (ttft_ms := record.ttft_ms) is not None:
             step.ttft.count(ttft_ms)
         if record.error is not None:
@@ -262,7 +267,14 @@ def series(steps: Mapping[int, RateStep], now: float) -> Series:
     first = last - NUM_STEPS + 1
     none = RateStep()
     in_order = [steps.get(number, none) for number in range(first, last + 1)]
-    values: dict[str, list[float | None]] = {name: [getattr(step, name) for step in in_order] for name in _NUMBERS}
-    for name, share in (("ttft_p50_ms", 0.5), ("ttft_p95_ms", 0.95)):
-        values[name] = [step.ttft.percentile_ms(share) for step in in_order]
+    values: dict[str, list[float | None]] = {
+        "requests": [step.requests for step in in_order],
+        "failed": [step.failed for step in in_order],
+        "items": [sum(step.caches.items.values()) for step in in_order],
+        "items_cached": [step.caches.items["hit"] + step.caches.items["shared"] for step in in_order],
+        "prompt_tokens": [step.caches.prompt_tokens for step in in_order],
+        "generated_tokens": [step.generated_tokens for step in in_order],
+        "ttft_p50_ms": [step.ttft.percentile_ms(0.5) for step in in_order],
+        "ttft_p95_ms": [step.ttft.percentile_ms(0.95) for step in in_order],
+    }
     return Series(first * STEP_S, STEP_S, values)

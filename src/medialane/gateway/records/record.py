@@ -17,7 +17,7 @@ from medialane.gateway.request.transfer_paths import TransferPath
 from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
 from medialane.types.errors import ErrorReport, MedialaneError
 from medialane.types.feature import MediaSpan, MoverName, StagedItem
-from medialane.types.media import MediaRef, MediaSize, Modality
+from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import OutputDelta, RoutingDecision
 
 #: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
@@ -31,8 +31,6 @@ ItemOutcome = Literal["hit", "shared", "new", "sent"]
 #: `encoded`: encoded, and kept for later requests. `unkept`: encoded, if it was not in the engine's encoder cache, and
 #: not kept.
 EmbeddingOutcome = Literal["unneeded", "loaded", "encoded", "unkept"]
-
-Cache = Literal["hit", "miss", "none"]
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
 HASH_DIGITS = 8
@@ -83,50 +81,13 @@ class ItemRecord:
         """Record how the item was found."""
         feature = item.feature
         self.mm_hash, self.num_tokens, self.feature_bytes = feature.mm_hash, num_tokens, feature.nbytes
-        self.size = msgspec.structs.replace(feature.size, metadata=b"") if feature.size.metadata else feature.size
+        self.size = feature.size
         if item.is_hit is None:
             self.outcome = "sent"
         elif item.is_hit:
             self.outcome = "hit"
         else:
             self.outcome = "new" if is_prepared(self.timeline) else "shared"
-
-
-class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was used of one item; members that do not apply are omitted.
-
-    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are the times
-    of the sampled frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding`
-    is what the worker did about the item's embedding, if it keeps embeddings.
-    """
-
-    param: str
-    modality: Modality
-    cache: Cache
-    mm_hash: str
-    width: int = 0
-    height: int = 0
-    num_frames: int = 0
-    num_samples: int = 0
-    timestamps: tuple[float, ...] = ()
-    num_tokens: int = 0
-    embedding: EmbeddingOutcome | None = None
-
-
-def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
-    size = item.feature.size
-    return MediaReport(
-        item.ref.param,
-        item.ref.modality,
-        "none" if item.is_hit is None else "hit" if item.is_hit else "miss",
-        item.feature.mm_hash,
-        width=size.width,
-        height=size.height,
-        num_frames=size.num_frames,
-        num_samples=size.num_samples,
-        timestamps=timestamps(size),
-        num_tokens=num_tokens,
-    )
 
 
 def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
@@ -168,23 +129,6 @@ def _origin(url: str) -> str:
     return "" if match is None else match["host"][:MAX_CHARS]
 
 
-def timestamps(size: MediaSize) -> tuple[float, ...]:
-    """Return the timestamps of a video's sampled frames in seconds; empty if its metadata does not have them."""
-    if not size.metadata:
-        return ()
-    metadata = msgspec.json.decode(size.metadata, type=_SampledFrames)
-    if metadata.fps is None or metadata.fps <= 0:
-        return ()
-    return tuple(round(index / metadata.fps, 3) for index in metadata.frames_indices or ())
-
-
-class _SampledFrames(msgspec.Struct):
-    """The members of vLLM's video metadata that identify the sampled frames."""
-
-    fps: float | None = None
-    frames_indices: list[int] | None = None
-
-
 #: Items that a record keeps; others are only counted.
 MAX_ITEMS = 64
 
@@ -218,8 +162,8 @@ class RequestError(msgspec.Struct, frozen=True):
 class RequestRecord:
     """What is known of one request; its scope fills it.
 
-    `reports` are about its items in the order in which they were prepared, `sent` is how its last prompt was sent,
-    `engine_cached_tokens` what its engine had of that; `prompt_tokens` and the like are sums over all its prompts.
+    `sent` is how its last prompt was sent, `engine_cached_tokens` what its engine had of that; `prompt_tokens` and the
+    like are sums over all its prompts.
     """
 
     def __init__(self) -> None:
@@ -232,7 +176,6 @@ class RequestRecord:
         self.streams: bool | None = None
         self.num_items = 0
         self.items: dict[str, ItemRecord] = {}
-        self.reports: tuple[MediaReport, ...] = ()
         self.attempts: list[Attempt] = []
         self.sent: Attempt | None = None
         self.engine_cached_tokens: int | None = None
@@ -261,12 +204,9 @@ class RequestRecord:
         self.timeline.absorb(timeline)
         self.shared_ms = max(self.shared_ms, shared_ms)
 
-    def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. If it
-        `is_reported`, they are in the report of the answer."""
+    def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
         for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
-            if is_reported:
-                self.reports += (media_report(item, count),)
             if (record := self.items.get(item.ref.param)) is not None:
                 record.prepared(item, count)
 
@@ -333,13 +273,8 @@ class RequestRecord:
             self.cached_tokens = (self.cached_tokens or 0) + first.num_cached_tokens
         if self.sent is not None and first.movers:
             self.sent.movers = tuple(first.movers)
-        if outcomes:
-            self.reports = tuple(
-                msgspec.structs.replace(item, embedding=outcomes.get(item.mm_hash, item.embedding))
-                for item in self.reports
-            )
-            for record in self.items.values():
-                record.embedding = outcomes.get(record.mm_hash, record.embedding)
+        for record in self.items.values():
+            record.embedding = outcomes.get(record.mm_hash, record.embedding)
 
     def failed(self, error: ErrorReport, *, quotes_client: bool) -> None:
         """Record the error with which it ends. The message of one that `quotes_client` is not kept."""
@@ -356,6 +291,11 @@ class RequestRecord:
             self.status = 499 if is_disconnected else 500
         if self.error is None and self.status >= 400:
             self.error = RequestError(str(self.status))
+        for (
+            item
+        ) in self.items.values():  # the record is kept for longer, and the sampled frames are in the report alone
+            if item.size.metadata:
+                item.size = msgspec.structs.replace(item.size, metadata=b"")
 
     @property
     def is_failed(self) -> bool:

@@ -6,9 +6,9 @@ A thread does the rest, in pieces that never hold the interpreter for long: samp
 each line, so that several gateways append to one file. Whatever fails there (a full disk, the limit of the file's size)
 ends the recording, with a line in the log, and no request notices.
 
-A line is one of OpenAI's batch files (`custom_id`, `method`, `url`, `body`), with what the gateway has observed in the
-member `medialane`. No header of a request is ever written. Names of tenants and salts are replaced by keyed hashes, if
-asked for; the key is in a file beside the recording, for it to be continued by other gateways and later runs.
+A line is one of OpenAI's batch files (`custom_id`, `method`, `url`, `body`), and has the request's time in the member
+`medialane`. No header of a request is ever written. Salts, and if asked for text and names of users, are replaced by
+keyed hashes; the key is in a file beside the recording, for it to be continued by other gateways and later runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -39,7 +39,6 @@ from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.intake.references import References
 from medialane.gateway.records.record import RequestRecord
 from medialane.gateway.records.redaction import MediaStandIn, Redaction, with_media, without_secrets
-from medialane.gateway.records.view import request_view
 from medialane.types.errors import StartupFailed
 from medialane.types.media import MediaRef, MediaSize
 
@@ -209,45 +208,6 @@ def _shared_key(path: Path) -> bytes:
     return key
 
 
-class RecordedItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A media item, and what the gateway did about it."""
-
-    modality: str
-    source: str
-    outcome: str | None = None
-    embedding: str | None = None
-    bytes: int | None = None
-    tokens: int | None = None
-
-
-class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the gateway has observed, as operators see it: `received_at` is in seconds since the epoch. `redacted` is
-    what was replaced in the body, `media` whether that has the media themselves."""
-
-    received_at: float = msgspec.field(name="at")
-    status: int | None = None
-    tenant: str | None = None
-    total_ms: float | None = None
-    ttft_ms: float | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    generated_tokens: int = 0
-    items: tuple[RecordedItem, ...] = ()
-    media: Literal["hash", "whole"] = "hash"
-    redacted: str = "none"
-    format: int = RECORDING_FORMAT
-
-
-class RecordedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """`body` of a form is its fields, with each file as `file_url`, as in vLLM's batch files."""
-
-    custom_id: str
-    method: Literal["POST"] = "POST"
-    url: str
-    body: dict[str, Any]
-    medialane: Observed
-
-
 class Unrecordable(Exception):
     """A request that could not be asked again: says why."""
 
@@ -321,24 +281,26 @@ class RecordedBody:
     def _skeleton(self) -> bytes:
         """Return the line with the references of media that are to be recorded whole."""
         record, config = self._request.record, self._config
-        body = without_secrets(self._parsed)
-        if config.redacts_text:
+        body, names = without_secrets(self._parsed), [_SALT]
+        if config.redact == "text":
             body = self._redaction.body(body, self._is_reference)
-        names = (_SALT, *_USERS) if config.redacts_tenants or config.redacts_text else (_SALT,)
+            names += _USERS
         for name in names:
             if isinstance(value := self._parsed.get(name), str):
                 body[name] = self._redaction.name(value)
-        tenant = record.tenant
-        if tenant is not None and config.redacts_tenants:
-            tenant = self._redaction.name(tenant)
-        body = with_media(body, self._recorded)
-        observed = msgspec.structs.replace(
-            msgspec.convert(request_view(record), Observed, from_attributes=True),
-            tenant=tenant,
-            media=config.media,
-            redacted=config.redact,
-        )
-        line = RecordedLine(custom_id=record.id, url=record.path, body=body, medialane=observed)
+        line = {
+            "custom_id": record.id,
+            "method": "POST",
+            "url": record.path,
+            "body": with_media(body, self._recorded),
+            "medialane": {
+                "at": round(record.received_at, 3),
+                "status": record.status,
+                "media": config.media,
+                "redacted": config.redact,
+                "format": RECORDING_FORMAT,
+            },
+        }
         return msgspec.json.encode(line) + b"\n"
 
     def _is_reference(self, text: str) -> bool:

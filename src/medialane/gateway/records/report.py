@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from medialane.gateway.records.record import MediaReport, RequestRecord
+from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord
 from medialane.types.feature import MoverName
+from medialane.types.media import MediaSize, Modality
 from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.stage import StageName
 
@@ -31,6 +32,31 @@ _DONE = b"data: [DONE]"
 
 #: Members of a completion chunk besides its choices.
 _CHUNK_MEMBERS = ("id", "created", "model", "system_fingerprint", "usage")
+
+
+Cache = Literal["hit", "miss", "none"]
+_CACHES: dict[str, Cache] = {"hit": "hit", "shared": "miss", "new": "miss", "sent": "none"}
+
+
+class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was used of one item; members that do not apply are omitted.
+
+    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are the times
+    of the sampled frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding`
+    is what the worker did about the item's embedding, if it keeps embeddings.
+    """
+
+    param: str
+    modality: Modality
+    cache: Cache
+    mm_hash: str
+    width: int = 0
+    height: int = 0
+    num_frames: int = 0
+    num_samples: int = 0
+    timestamps: tuple[float, ...] = ()
+    num_tokens: int = 0
+    embedding: EmbeddingOutcome | None = None
 
 
 class RoutingReport(msgspec.Struct, frozen=True):
@@ -67,13 +93,11 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def request_report(record: RequestRecord) -> bytes:
-    """Return the report on a request so far as JSON, items in the order of the request."""
-    places = {param: n for n, param in enumerate(record.items)}
-    items = tuple(sorted(record.reports, key=lambda item: places.get(item.param, len(places))))
+    """Return the report on a request so far as JSON, with the items that are prepared, in the order of the request."""
     sent = record.sent
-    path = sent.path if sent is not None and items else None
+    path = None if sent is None else sent.path
     report = Report(
-        items,
+        tuple(_media_report(item, _CACHES[item.outcome]) for item in record.items.values() if item.outcome is not None),
         record.id,
         stage=None if path is None else path.stage.name,
         transport=None if path is None else path.transport.name,
@@ -83,6 +107,40 @@ def request_report(record: RequestRecord) -> bytes:
         copied_bytes=record.timeline.copied_bytes,
     )
     return msgspec.json.encode(report)
+
+
+def _media_report(item: ItemRecord, cache: Cache) -> MediaReport:
+    size = item.size
+    return MediaReport(
+        item.param,
+        item.modality,
+        cache,
+        item.mm_hash,
+        width=size.width,
+        height=size.height,
+        num_frames=size.num_frames,
+        num_samples=size.num_samples,
+        timestamps=_timestamps(size),
+        num_tokens=item.num_tokens,
+        embedding=item.embedding,
+    )
+
+
+def _timestamps(size: MediaSize) -> tuple[float, ...]:
+    """Return the timestamps of a video's sampled frames in seconds; empty if its metadata does not have them."""
+    if not size.metadata:
+        return ()
+    metadata = msgspec.json.decode(size.metadata, type=_SampledFrames)
+    if metadata.fps is None or metadata.fps <= 0:
+        return ()
+    return tuple(round(index / metadata.fps, 3) for index in metadata.frames_indices or ())
+
+
+class _SampledFrames(msgspec.Struct):
+    """The members of vLLM's video metadata that identify the sampled frames."""
+
+    fps: float | None = None
+    frames_indices: list[int] | None = None
 
 
 def routing_of(record: RequestRecord) -> RoutingReport | None:

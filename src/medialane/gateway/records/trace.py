@@ -5,7 +5,7 @@
       medialane.item                one per media item
         medialane.fetch, .decode, .process, .encode
       medialane.admission, .assemble, .route
-      medialane.attempt             CLIENT; one per worker and transfer path that was tried, linked to the one before
+      medialane.attempt             CLIENT; one per worker and transfer path that was tried
         medialane.handover
         llm_request                 the worker's own, by vLLM
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry.trace import Link, SpanContext, SpanKind
+from opentelemetry.trace import SpanContext, SpanKind
 
 from medialane.gateway.records.record import HASH_DIGITS, ItemRecord, RequestRecord
 from medialane.observability.timeline import Step
@@ -73,23 +73,14 @@ class RequestTracing:
 
 
 class AttemptTrace:
-    """One request to one worker, since `started_at` (ns), after that `before` has failed. `headers` make its spans
-    children of this one."""
+    """One request to one worker. `headers` make its spans children of this one."""
 
-    def __init__(self, context: SpanContext, started_at: int, before: AttemptTrace | None) -> None:
+    def __init__(self, context: SpanContext) -> None:
         self.context = context
-        self.started_at = started_at
-        self.links = () if before is None else (Link(before.context),)
-        self.attributes: Attributes = {}
-        self.routed: RoutedRequest | None = None
-        self.error = ""
         self.headers = context_headers(context)
-        self.num_cached_tokens: int | None = None
         self.finish_reasons: list[str] = []
 
     def note_output(self, delta: OutputDelta) -> None:
-        if delta.num_cached_tokens is not None:
-            self.num_cached_tokens = delta.num_cached_tokens
         for completion in delta.completions:
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
@@ -113,8 +104,6 @@ class RequestTrace:
         self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
         self.headers = context_headers(self._context)
         self._attempts: list[AttemptTrace] = []
-        #: The last one that failed for each request of vLLM's app, of which this may have several.
-        self._failed: dict[str, AttemptTrace] = {}
 
     @property
     def trace_id(self) -> str:
@@ -127,47 +116,32 @@ class RequestTrace:
         return f"{self._method} {self._path}".rstrip() if operation is None else f"{operation} {self._model}"
 
     @contextmanager
-    def attempt(
-        self, request: EngineRequest, routed: RoutedRequest, worker: str, path: TransferPath | None
-    ) -> Iterator[AttemptTrace | None]:
+    def attempt(self, request: EngineRequest, worker: str, path: TransferPath | None) -> Iterator[AttemptTrace | None]:
         """Trace what the block sends to a worker; None if that has no span of its own."""
         self._model = request.lora_name or self._model
-        attempt = self._new_attempt(request)
-        if attempt is None:
+        if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
             yield None
             return
-        attempt.routed = routed
-        attempt.attributes |= {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
+        attempt, started_at, code = AttemptTrace(self._tracing.child(self._context)), self._now, ""
+        self._attempts.append(attempt)
+        attributes: Attributes = {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
         if path is not None:
-            attempt.attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
+            attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
         try:
             yield attempt
         except MedialaneError as error:
-            attempt.error = error.code
-            self._failed[request.request_id] = attempt
+            code = error.code
             raise
         finally:
-            self._add(attempt)
-
-    def _new_attempt(self, request: EngineRequest) -> AttemptTrace | None:
-        if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
-            return None
-        before = self._failed.get(request.request_id)
-        attempt = AttemptTrace(self._tracing.child(self._context), self._now, before)
-        self._attempts.append(attempt)
-        return attempt
-
-    def _add(self, attempt: AttemptTrace) -> None:
-        self._tracing.add(
-            "medialane.attempt",
-            attempt.context,
-            self._context,
-            (attempt.started_at, self._now),
-            attributes=attempt.attributes,
-            kind=SpanKind.CLIENT,
-            links=attempt.links,
-            error=attempt.error,
-        )
+            self._tracing.add(
+                "medialane.attempt",
+                attempt.context,
+                self._context,
+                (started_at, self._now),
+                attributes=attributes,
+                kind=SpanKind.CLIENT,
+                error=code,
+            )
 
     def end(self) -> None:
         """Make all other spans of the record, which has ended, and end the root."""
@@ -212,15 +186,9 @@ class RequestTrace:
             "medialane.routing.worker": decision.worker_id,
             "medialane.routing.cost_ms": decision.parts.total,
         }
-        for attempt in self._attempts:
-            if attempt.routed is routed and attempt.num_cached_tokens is not None:
-                attributes["medialane.routing.engine_cached_tokens"] = attempt.num_cached_tokens
-        for second in decision.alternatives[:1]:
-            attributes |= {
-                "medialane.routing.runner_up.worker": second.worker_id,
-                "medialane.routing.runner_up.score": second.score,
-                "medialane.routing.runner_up.cached_tokens": second.cached_tokens,
-            }
+        for attempt in self._record.attempts:
+            if attempt.decision is decision and attempt.engine_cached_tokens is not None:
+                attributes["medialane.routing.engine_cached_tokens"] = attempt.engine_cached_tokens
         return attributes
 
     def _attributes(self) -> Attributes:

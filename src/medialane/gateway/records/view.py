@@ -35,6 +35,8 @@ _PROBES = frozenset({"/health", "/ping", "/metrics"})
 #: Of a path that no route has.
 _MAX_PATH_CHARACTERS = 100
 
+#: Of each item, in a line.
+_ITEM_FIELDS = ("modality", "outcome", "embedding", "source", "bytes", "tokens")
 _OMITTED: tuple[object, ...] = (None, "", {}, [])
 
 
@@ -193,17 +195,7 @@ def _fields(view: RequestView) -> dict[str, object]:
         "worker": view.worker,
         "attempts": len(view.attempts) or None,
         "num_items": view.num_items or None,
-        "items": [
-            {
-                "modality": item.modality,
-                "outcome": item.outcome,
-                "embedding": item.embedding,
-                "source": item.source,
-                "bytes": item.bytes,
-                "tokens": item.tokens,
-            }
-            for item in view.items
-        ],
+        "items": [{name: getattr(item, name) for name in _ITEM_FIELDS} for item in view.items],
         "prompt_tokens": view.prompt_tokens,
         "cached_tokens": view.cached_tokens,
         "generated_tokens": view.generated_tokens or None,

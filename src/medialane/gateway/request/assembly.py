@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
@@ -95,13 +95,6 @@ def _runs_on_loop(prompt: MediaPrompt, features: tuple[Feature, ...]) -> bool:
     return within and num_pixels <= MAX_PIXELS_ON_LOOP and prompt.options == b"{}"
 
 
-class _Image(NamedTuple):
-    """Bytes of an image's pixels, and the fewest of its tensors."""
-
-    decoded_bytes: int = 0
-    processed_bytes: int = 0
-
-
 class ImageBudget:
     """The images of one request, by their fields, as far as their sizes are known yet."""
 
@@ -112,18 +105,15 @@ class ImageBudget:
         self._preparation = preparation
         self._options = options
         self._num_tokens = 0
-        self._images: dict[str, _Image] = {}
+        #: By field and form, the bytes of an image's pixels, and the fewest of its tensors.
+        self._images: dict[str, dict[str, int]] = {}
 
     def has_counted(self, ref: MediaRef) -> bool:
         return ref.param in self._images
 
-    def decoded_bytes(self, ref: MediaRef) -> int:
-        """Return the bytes of the image's pixels; 0 if it has not been counted, as for `processed_bytes`."""
-        return self._images.get(ref.param, _Image()).decoded_bytes
-
-    def processed_bytes(self, ref: MediaRef) -> int:
-        """Return the fewest bytes of the image's tensors; 0 if unknown."""
-        return self._images.get(ref.param, _Image()).processed_bytes
+    def num_bytes(self, ref: MediaRef, form: str) -> int:
+        """Return the fewest bytes of the image once it is `decoded` or `processed`; 0 if unknown."""
+        return self._images.get(ref.param, {}).get(form, 0)
 
     def missing(self) -> None:
         """Note that an item is not cached, before it is prepared or its file is copied. Raises MustWait."""
@@ -142,11 +132,11 @@ class ImageBudget:
         """
         if self.has_counted(ref):
             return
-        self._images[ref.param] = _Image(width * height * 3)
+        num_bytes = self._images[ref.param] = {"decoded": width * height * 3}
         cost = await self._assembly.image_cost((width, height), merged_options(self._options, ref.options))
         if cost is None:
             return
-        self._images[ref.param] = _Image(width * height * 3, cost.num_bytes)
+        num_bytes["processed"] = cost.num_bytes
         self._num_tokens += cost.num_tokens
         if self._num_tokens > self._assembly.max_tokens:
             raise prompt_too_long(self._num_tokens, self._assembly.max_tokens)

@@ -36,11 +36,12 @@ class Item(NamedTuple):
     modality: Modality
 
 
-class KnownPrompt(NamedTuple):
-    """The known start of the expanded prompt, and the items in it."""
+class PromptPrefix(NamedTuple):
+    """The known start of the prompt as the engine will see it; `unplaced_items` come somewhere after it."""
 
     token_ids: list[int]
-    media: tuple[MediaSpan, ...]
+    media: tuple[MediaSpan, ...] = ()
+    unplaced_items: tuple[MediaSpan, ...] = ()
 
 
 class Expansions:
@@ -66,7 +67,7 @@ class Expansions:
                 self._expansions[span.mm_hash] = list(expanded[span.offset : span.offset + span.length])
         return True
 
-    def expand(self, source: Sequence[int], items: Sequence[Item]) -> KnownPrompt:
+    def expand(self, source: Sequence[int], items: Sequence[Item]) -> PromptPrefix:
         """Return the prompt as a worker will expand it, up to the first unknown item."""
         ids: list[int] = []
         spans: list[MediaSpan] = []
@@ -75,14 +76,14 @@ class Expansions:
             ids += source[done:start]
             expansion = self._expansions.get(item.mm_hash)
             if expansion is None:
-                return KnownPrompt(ids, tuple(spans))
+                return _prefix(ids, spans, items)
             spans.append(MediaSpan(item.mm_hash, len(ids), len(expansion), item.modality, len(expansion)))
             ids += expansion
             done = end
         if len(spans) < len(items):  # an unknown placeholder: it may be anywhere
-            return KnownPrompt([], ())
+            return _prefix([], [], items)
         ids += source[done:]
-        return KnownPrompt(ids, tuple(spans))
+        return _prefix(ids, spans, items)
 
     def _places(self, source: Sequence[int], items: Sequence[Item]) -> list[tuple[int, int, Item]]:
         """Return (start, end, item) of the items' placeholders in the source, in prompt order."""
@@ -98,6 +99,13 @@ class Expansions:
             places = _occurrences(text, _as_text(placeholder), len(own))
             placed += [(place, place + len(placeholder), item) for place, item in zip(places, own, strict=False)]
         return sorted(placed)
+
+
+def _prefix(token_ids: list[int], spans: list[MediaSpan], items: Sequence[Item]) -> PromptPrefix:
+    """The tokens of other items are unknown, but a worker that is processing these items is the best one for them."""
+    placed, end = {span.mm_hash for span in spans}, len(token_ids)
+    unplaced = [MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed]
+    return PromptPrefix(token_ids, tuple(spans), tuple(unplaced))
 
 
 def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[MediaSpan]) -> list[tuple[int, ...]] | None:

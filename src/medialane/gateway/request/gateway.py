@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,8 +19,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
 from medialane.gateway.intake.references import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
-from medialane.gateway.request.media import RequestMedia
-from medialane.gateway.request.plain_hashes import PlainHashes
+from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
@@ -44,7 +42,6 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import (
     Feature,
-    FoundItem,
     MediaPrompt,
     PlacedFeature,
     PlaceholderRange,
@@ -115,7 +112,6 @@ class Gateway:
             encoders=encoders,
             queues=self.queues,
             has_priorities=has_priorities,
-            encoder_ms_per_token=router.config.encoder_ms_per_token,
             stage_for=self._stage_for,
         )
         self.generate = self._runner.generate
@@ -160,16 +156,12 @@ class Gateway:
 
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
-        scope = current_scope()
-        self._admission.admit(scope)
-        return await self._hashed(prompt, scope, partial(self._prepare, with_tensors=with_tensors))
+        return await self._hashed(prompt, with_tensors=with_tensors)
 
     @while_connected
     async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
         """As `prepare`, but nothing is processed where headers are known from the size of the media."""
-        scope = current_scope()
-        self._admission.admit(scope)
-        return await self._hashed(prompt, scope, partial(self._prepare, describes=True))
+        return await self._hashed(prompt, describes=True)
 
     def tensors(self, feature: Feature) -> list[memoryview]:
         return self._features.tensors(feature)
@@ -213,7 +205,8 @@ class Gateway:
         self._check_stage(ref)
         with scope.record.finding(ref) as timeline:
             found = await self._features.put(ref, item, timeline)
-        return _held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
+        keep(found, scope)
+        return found
 
     @while_connected
     async def place(
@@ -234,7 +227,7 @@ class Gateway:
                 message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
                 raise InvalidRequest(message, param=placeholder_field(item.ref))
         places = [place for place in placed if place is not None]
-        scope.record.prepared(items, [place.num_embeds for place in places], is_reported=scope.wants_report)
+        scope.record.prepared(items, [place.num_embeds for place in places])
         mm_hashes = tuple(feature.mm_hash for feature in features)
         return PreparedPrompt(token_ids, tuple(map(PlacedFeature, features, places)), mm_hashes, source, media)
 
@@ -244,8 +237,9 @@ class Gateway:
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.preparation)
         with scope.record.finding(ref) as timeline:
-            found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
-        return _held(named, found, scope)
+            item = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+        keep(item, scope)
+        return item
 
     def _check_stage(self, ref: MediaRef) -> None:
         if not self._has_features:
@@ -267,19 +261,19 @@ class Gateway:
         return self._workers.encoder if self._transports.carry_embeddings else ""
 
     async def _hashed(
-        self,
-        prompt: MediaPrompt,
-        scope: RequestScope,
-        make: Callable[[MediaPrompt, RequestScope], Awaitable[PreparedPrompt]],
+        self, prompt: MediaPrompt, *, with_tensors: bool = False, describes: bool = False
     ) -> PreparedPrompt:
+        scope = current_scope()
+        self._admission.admit(scope)
         if self._plain is None:
-            return await make(prompt, scope)
+            return await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
         media = RequestMedia(prompt, self._features, scope, self._assembly)
         prompt, fetched = await self._plain.fetched(media)
-        return await self._plain.named(await make(prompt, scope), media, fetched)
+        prepared = await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
+        return await self._plain.named(prepared, media, fetched)
 
     async def _prepare(
-        self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool = False, describes: bool = False
+        self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool, describes: bool
     ) -> PreparedPrompt:
         self._begin(scope)
         prompt = _with_common_options(prompt)
@@ -309,14 +303,14 @@ class Gateway:
         items = await (media.described() if describes else media.in_stage(stage.name))
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
-            scope.record.prepared(items, is_reported=scope.wants_report)
+            scope.record.prepared(items)
             encoder_token_ids = prompt.token_ids if prompt.is_encoder_prompt else None
             return PreparedPrompt(prompt.token_ids, (), mm_hashes, prompt, media, encoder_token_ids)
         features = tuple(item.feature for item in items)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
         num_tokens = [place.num_embeds for place in assembled.placeholders]
-        scope.record.prepared(items, num_tokens, is_reported=scope.wants_report)
+        scope.record.prepared(items, num_tokens)
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
         is_predicted = all(item.is_hit is None for item in items)
         encoder_token_ids = assembled.encoder_token_ids
@@ -399,10 +393,3 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
-
-
-def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:
-    """Return the item of a client's feature, which the scope holds."""
-    scope.defer(found.hold.release)
-    scope.timeline.num_embeddings += found.value.embedding is not None
-    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)

@@ -1,33 +1,29 @@
-"""The media of one request, in the form for each stage that it needs; and the features that its client names, or whose
-tensors it sends.
-"""
+"""The media of one request, in the form for each stage that it needs; and what plain vLLM would call them."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any
 
 import msgspec
 
-from medialane.arena import describe
 from medialane.gateway.request.assembly import Assembly, ImageBudget
 from medialane.gateway.request.scope import RequestScope
 from medialane.gateway.request.store_features import StoreFeatures
+from medialane.media import MediaConfig, sniff_image
+from medialane.media.data_url import PIXMAP_TYPE
 from medialane.observability.timeline import StageTimeline
-from medialane.runtime.tasks import gather_or_cancel
-from medialane.types.errors import HandoverFailed, MedialaneError
-from medialane.types.feature import (
-    Feature,
-    FoundItem,
-    MediaPrompt,
-    StagedItem,
-)
-from medialane.types.media import MediaRef, MediaSize
+from medialane.runtime.tasks import LoopFairness, gather_or_cancel
+from medialane.types.errors import HandoverFailed, InvalidRequest, MedialaneError
+from medialane.types.feature import Feature, MediaPrompt, PreparedPrompt, StagedItem
+from medialane.types.hashing import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
+from medialane.types.media import DECODED, MediaRef, MediaSize
+from medialane.types.media_lease import is_leased
 from medialane.types.stage import BEST_STAGE, STAGES, StageName
-from medialane.types.tensor import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ class RequestMedia:
         """Return the items as in the stage of features, but without tensors where their headers are known from the size
         of their media: then `is_hit` is None. Raises like `in_stage`."""
         budget = self._budget()
-        return await gather_or_cancel([_described(self, ref, budget) for ref in self.source.items])
+        return await gather_or_cancel([self._described(ref, budget) for ref in self.source.items])
 
     def have(self, stage: StageName, items: Sequence[StagedItem]) -> None:
         """Use these items, which have been found, in a stage."""
@@ -111,74 +107,132 @@ class RequestMedia:
         options, budget = self.source.options, ImageBudget(self._assembly, self.source.options)
         self.features.forget(item.hold)
         try:
-            cached = await self.features.processed(ref, options, StageTimeline(), budget, encoder=self.encoder)
+            found = await self.features.processed(ref, options, StageTimeline(), budget, encoder=self.encoder)
         except MedialaneError as error:
             logger.info("the embedding of an item is not found: %s", error.message)
             return item
-        self.scope.defer(cached.hold.release)
-        if cached.value.embedding is None or cached.value.mm_hash != item.feature.mm_hash:
+        if found.hold is not None:
+            self.scope.defer(found.hold.release)
+        if found.feature.embedding is None or found.feature.mm_hash != item.feature.mm_hash:
             return item
-        return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
+        return dataclasses.replace(item, feature=found.feature, hold=found.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
-        find, budget = FINDERS[STAGES[stage].sends], self._budget()
+        sends, budget = STAGES[stage].sends, self._budget()
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
-        return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
+        return await gather_or_cancel([self._found(sends, ref, budget) for ref in self.source.items])
+
+    async def _found(self, sends: str, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+        """Look up an item, or have it prepared, in the form that a stage sends."""
+        features, options = self.features, self.source.options
+        with self.scope.record.finding(ref) as timeline:
+            if sends == "processed":
+                item = await features.processed(ref, options, timeline, budget, encoder=self.encoder)
+            elif sends == "decoded":
+                item = await features.decoded(ref, options, timeline, budget)
+            else:
+                item = await features.encoded(ref, options, timeline, budget)
+        keep(item, self.scope)
+        if item.is_hit and ref.modality == "image":  # others have been counted before they were prepared
+            await budget.add(ref, item.feature.size.width, item.feature.size.height)
+        return item
+
+    async def _described(self, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+        with self.scope.record.finding(ref) as timeline:
+            described = await self.features.described(ref, self.source.options, timeline, budget)
+        if described is None:
+            return await self._found("processed", ref, budget)
+        content, feature = described
+        return StagedItem(ref, feature, content_hash=content)
 
     def _budget(self) -> ImageBudget:
         return ImageBudget(self._assembly, self.source.options, self.scope.preparation)
 
 
-async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    with request.scope.record.finding(ref) as timeline:
-        described = await request.features.described(ref, request.source.options, timeline, budget)
-    if described is None:
-        return await _processed(request, ref, budget)
-    content, feature = described
-    return StagedItem(ref, feature, content_hash=content)
+def keep(item: StagedItem, scope: RequestScope) -> None:
+    """Hold the item until the request ends, and count its embedding."""
+    if item.hold is not None:
+        scope.defer(item.hold.release)
+    scope.timeline.num_embeddings += item.feature.embedding is not None
 
 
-async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    features, options = request.features, request.source.options
-    with request.scope.record.finding(ref) as timeline:
-        cached = await features.processed(ref, options, timeline, budget, encoder=request.encoder)
-    request.scope.defer(cached.hold.release)
-    await _count_hit(ref, cached, budget)
-    request.scope.timeline.num_embeddings += cached.value.embedding is not None
-    return StagedItem(ref, cached.value, cached.hold, is_hit=cached.is_hit, content_hash=cached.content_hash)
+class PlainHashes:
+    """The hashes of plain vLLM for the items of prompts (`medialane render`), computed by `hasher`: of encoded bytes
+    where they are, in the request's body or in the arena; of decoded media in a thread of its own, which ends with
+    `close`."""
 
+    def __init__(
+        self, hasher: MediaHasher, features: StoreFeatures, *, fairness: LoopFairness, media: MediaConfig
+    ) -> None:
+        self._hasher = hasher
+        self._features = features
+        self._fairness = fairness
+        self._media = media
+        self._executor = ThreadPoolExecutor(1, "media-hash")
 
-async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    with request.scope.record.finding(ref) as timeline:
-        cached = await request.features.decoded(ref, timeline, budget)
-    request.scope.defer(cached.hold.release)
-    await _count_hit(ref, cached, budget)
-    key = request.features.key(ref, request.source.options, content=cached.content_hash)
-    feature = msgspec.structs.replace(cached.value, mm_hash=key)
-    return StagedItem(ref, feature, cached.hold, is_hit=cached.is_hit)
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
+    async def fetched(self, media: RequestMedia) -> tuple[MediaPrompt, dict[str, memoryview]]:
+        """Return the prompt with the contents of its URLs, and the bytes of these by content hash, which the request's
+        scope holds. Raises MedialaneError."""
+        prompt = media.source
+        if any(ref.is_embeds for ref in prompt.items):
+            raise InvalidRequest("the hashes of embeddings are not known without an engine", param="messages")
+        urls = [number for number, ref in enumerate(prompt.items) if ref.url is not None]
+        if not urls:
+            return prompt, {}
+        items, fetched = list(prompt.items), {}
+        of_urls = media.of([items[number] for number in urls])
+        for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
+            content = item.content_hash or ""
+            (fetched[content],) = self._features.tensors(item.feature)
+            # Those of leased media are found by their lease.
+            url = items[number].url if is_leased(items[number].url) else None
+            items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
+        return msgspec.structs.replace(prompt, items=tuple(items)), fetched
 
-async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    with request.scope.record.finding(ref) as timeline:
-        cached = await request.features.encoded(ref, timeline, budget)
-    request.scope.defer(cached.hold.release)
-    encoded = cached.value
-    key = request.features.key(ref, request.source.options, content=cached.content_hash)
-    tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
-    feature = Feature(ref.modality, key, b"", tensors, MediaSize())
-    return StagedItem(ref, feature, cached.hold, media_type=encoded.media_type, content_hash=cached.content_hash)
+    async def named(
+        self, prepared: PreparedPrompt, media: RequestMedia, fetched: dict[str, memoryview]
+    ) -> PreparedPrompt:
+        """Return the prompt with the hashes of plain vLLM; not `is_predicted` if an item had to be decoded for them.
+        Raises MedialaneError."""
+        prompt = prepared.source
+        sizes = [placed.feature.size for placed in prepared.features] or [MediaSize()] * len(prompt.items)
+        known = [self._known(ref, size, fetched) for ref, size in zip(prompt.items, sizes, strict=True)]
+        items: Sequence[HashedItem] = known
+        if not all(map(self._is_hashed, known)):
+            items = await gather_or_cancel([self._item(each, media) for each in known])
 
+        def hashes() -> tuple[str, ...]:
+            return tuple(self._hasher.hashes(prompt, items))
 
-async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudget) -> None:
-    """Count a cached image; others have been counted before they were prepared."""
-    if item.is_hit and ref.modality == "image":
-        await budget.add(ref, item.value.size.width, item.value.size.height)
+        if is_decoded := any(isinstance(item, DecodedItem) for item in items):
+            mm_hashes = await asyncio.get_running_loop().run_in_executor(self._executor, hashes)
+        else:
+            num_bytes = sum(len(item.data) for item in items if isinstance(item, EncodedItem))
+            mm_hashes = await self._fairness.run(num_bytes, hashes)
+        is_predicted = prepared.is_predicted and not is_decoded
+        return msgspec.structs.replace(prepared, mm_hashes=mm_hashes, is_predicted=is_predicted)
 
+    def _known(self, ref: MediaRef, size: MediaSize, fetched: dict[str, memoryview]) -> MediaRef | EncodedItem:
+        """Return the item as it is known without decoding it."""
+        if ref.alias is not None:  # the hash follows from the client's `uuid`
+            return ref
+        data: Bytes = fetched[ref.content or ""] if ref.data is None else ref.data
+        return EncodedItem(ref, data, size, ref.modality != "image" or self._is_rgb(ref, data))
 
-#: Functions that look up or prepare an item, by what its stage sends.
-FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]] = {
-    "processed": _processed,
-    "decoded": _decoded,
-    "encoded": _encoded,
-}
+    def _is_hashed(self, item: MediaRef | EncodedItem) -> bool:
+        """Whether vLLM hashes the item without what is decoded from it."""
+        return isinstance(item, MediaRef) or not self._hasher.needs_decoding(item)
+
+    async def _item(self, item: MediaRef | EncodedItem, media: RequestMedia) -> HashedItem:
+        if isinstance(item, MediaRef) or self._is_hashed(item):
+            return item
+        (decoded,) = await media.of([item.ref]).in_stage("decoded")
+        (array,) = self._features.tensors(decoded.feature)
+        return DecodedItem(item.ref, item.data, DECODED[item.ref.modality].over(array, decoded.feature.size))
+
+    def _is_rgb(self, ref: MediaRef, data: Bytes) -> bool:
+        return ref.media_type == PIXMAP_TYPE or sniff_image(data, self._media).is_rgb

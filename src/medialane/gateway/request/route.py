@@ -10,11 +10,10 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.gateway.records import EmbeddingOutcome, embedding_outcome
-from medialane.gateway.request.expansions import Expansions, Item
+from medialane.gateway.request.expansions import Expansions, Item, PromptPrefix
 from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
-from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
 from medialane.routing import RoutedRequest, Router, RoutingRequest
 from medialane.types.block_hash import prompt_block_ids, token_array
@@ -24,14 +23,6 @@ from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.stats import RoutingStats, WaitStats
 
 logger = logging.getLogger(__name__)
-
-
-class PromptPrefix(NamedTuple):
-    """The known start of the prompt as the engine will see it; `unplaced_items` come somewhere after it."""
-
-    token_ids: list[int]
-    media: tuple[MediaSpan, ...] = ()
-    unplaced_items: tuple[MediaSpan, ...] = ()
 
 
 class Route(NamedTuple):
@@ -55,14 +46,12 @@ class Routes:
     """Chooses workers for requests, reports workers to the router, and learns expansions from the engines' outputs."""
 
     def __init__(self, router: Router, workers: WorkerPool, metrics: Metrics) -> None:
+        self.encoder_ms_per_token = router.config.encoder_ms_per_token
         self._router = router
         self._workers = workers
         self._metrics = metrics
         self._expansions = Expansions()
-        workers.listen(self.joined)
-
-    def joined(self, link: WorkerLink) -> RoutedWorker:
-        return RoutedWorker(self._router, link.endpoints(), same_host=lambda: link.same_host)
+        workers.route_by(router)
 
     def choose(
         self,
@@ -153,7 +142,7 @@ class Routes:
             outcome = outcomes[span.mm_hash]
             self._metrics.embeddings.labels(outcome).inc()
             if outcome == "loaded":
-                saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
+                saved_s = span.num_embeds * self.encoder_ms_per_token / 1000
                 self._metrics.embedding_loaded_bytes.inc(span.embedding_bytes)  # 0 if its media were sent
                 self._metrics.encoder_saved_seconds.inc(saved_s)
         return outcomes
@@ -205,12 +194,7 @@ class Routes:
             return PromptPrefix(request.prompt.token_ids, tuple(map(_span, prepared.features)))
         source = prepared.source
         items = [Item(mm_hash, ref.modality) for mm_hash, ref in zip(prepared.mm_hashes, source.items, strict=True)]
-        expansion = self._expansions.expand(source.token_ids, items)
-        placed = {span.mm_hash for span in expansion.media}
-        end = len(expansion.token_ids)
-        # Their tokens are unknown, but a worker that is processing these items is the best one for them.
-        unplaced_items = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
-        return PromptPrefix(expansion.token_ids, expansion.media, tuple(unplaced_items))
+        return self._expansions.expand(source.token_ids, items)
 
 
 def _span(placed: PlacedFeature) -> MediaSpan:

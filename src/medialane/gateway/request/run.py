@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.gateway.admission import Queues, Ticket
-from medialane.gateway.admission.concurrency import OldestFirst
+from medialane.gateway.admission import OldestFirst, Queues, Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.records import AttemptTrace
@@ -124,7 +123,6 @@ class RequestRunner:
         encoders: Encoders | None,
         queues: Queues | None,
         has_priorities: bool,
-        encoder_ms_per_token: float,
         stage_for: Callable[[MediaPrompt], StageChoice],
     ) -> None:
         """With `has_priorities`, engines are scheduled by priority. `stage_for` returns the configured stage of a
@@ -138,7 +136,6 @@ class RequestRunner:
         self._encoders = encoders
         self._queues = queues
         self._has_priorities = has_priorities
-        self._encoder_ms_per_token = encoder_ms_per_token
         self._stage_for = stage_for
         self._num_sent = 0
         # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
@@ -347,7 +344,7 @@ class RequestRunner:
             if path.stage.is_processed and not sends_embeddings:
                 await self.drop_embeddings(prepared)
             prompt = await prompt_for(
-                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self._encoder_ms_per_token
+                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self.routes.encoder_ms_per_token
             )
             has_passed_holds = path.transport.pass_holds(prompt, route.link, request_id)
         sent = msgspec.structs.replace(
@@ -386,8 +383,11 @@ class RequestRunner:
             self.metrics.embeddings.labels("fallback").inc(num_items)
         return num_items > 0
 
-    def untransferable(self, error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
-        """Return the error of a request for which the last transfer path has failed."""
+    def untransferable(self, error: MedialaneError, prepared: PreparedPrompt | None) -> MedialaneError:
+        """Return the error of a request of which no attempt is left, after the last one's: a failed hand-over is a
+        matter of ours."""
+        if not isinstance(error, HandoverFailed):
+            return error
         if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
             return self._features.unavailable(_MEDIA_LOST)
         return GenerationFailed("the request's media could not be transferred to a worker")
@@ -437,9 +437,10 @@ class Attempts:
                                 self.call.prepared.media.note_embedded(delta.embedded)
                             yield delta
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
-                    self._note_failure(error)
+                    call, place = self.call, self.call.route.routed
+                    call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
                     if self.has_begun:
-                        raise self._in_the_middle(error) from error
+                        raise self._runner.untransferable(error, call.prepared) from error
                     await self._try_again(error)
                 finally:
                     if remote is not None:
@@ -447,15 +448,11 @@ class Attempts:
         finally:
             self._end_turn()
 
-    def _note_failure(self, error: MedialaneError) -> None:
-        record, place = self.call.scope.record, self.call.route.routed
-        record.attempt_failed(place.worker_id, place.rank, self.call.paths[0], error.code)
-
     def _traced(self) -> AbstractContextManager[AttemptTrace | None]:
         call = self.call
         if call.scope.trace is None:
             return nullcontext()
-        return call.scope.trace.attempt(call.request, call.route.routed, call.route.link.name, call.paths[0])
+        return call.scope.trace.attempt(call.request, call.route.link.name, call.paths[0])
 
     async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
         with self.call.scope.timeline.measure("handover") as step:
@@ -500,11 +497,6 @@ class Attempts:
             num_tokens += len(completion.token_ids)
         self.call.scope.record.generated_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens if self.call.request.cumulative else 0
-
-    def _in_the_middle(self, error: MedialaneError) -> MedialaneError:
-        if isinstance(error, HandoverFailed):
-            return self._runner.untransferable(error, self.call.prepared)
-        return error
 
     async def _try_again(self, error: MedialaneError) -> None:
         """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the

@@ -60,7 +60,7 @@ class RequestScope:
     requests of its owner have cached. `trace` is None unless it is traced.
 
     `is_refused` is whether it had no key that suffices, or came from another site's page: then it leaves no trace but a
-    line of the log. Of its body, `max_body_bytes` are read if that is less than otherwise.
+    line of the log.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
     queues, `arrival` is the request among those that wait there, unless it `passes_by`, and `preparation` that of its
@@ -76,7 +76,6 @@ class RequestScope:
         self.references = References.random()
         self.asks_report = False
         self.is_refused = False
-        self.max_body_bytes = 1 << 62
         self.client = ""
         self.tenant: Tenant | None = None
         self.has_own_cache = False

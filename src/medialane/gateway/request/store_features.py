@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.arena import ENTRY_HEADER_BYTES, layout
+from medialane.arena import ENTRY_HEADER_BYTES, describe, layout
 from medialane.gateway.admission import MustWait
 from medialane.gateway.request.assembly import ImageBudget
 from medialane.media import MediaConfig, image_size, oriented_size
@@ -40,11 +41,11 @@ from medialane.store.messages import (
     SendData,
 )
 from medialane.types.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
-from medialane.types.feature import Feature, FoundItem, Hold
+from medialane.types.feature import Feature, Hold, StagedItem
 from medialane.types.hashing import content_hash, feature_key, merged_options, tensors_key
-from medialane.types.media import EncodedMedia, MediaRef, MediaSize, naming
+from medialane.types.media import MediaRef, MediaSize, naming
 from medialane.types.stats import PoolStats
-from medialane.types.tensor import ArenaRange
+from medialane.types.tensor import ArenaRange, TensorSpec
 
 #: RIFF header, `fmt ` and `fact` chunks (the latter is required for floats), header of the `data` chunk.
 _HEADER = struct.Struct("<4sI4s 4sIHHIIHHH 4sII 4sI")
@@ -73,8 +74,6 @@ def wave_bytes(samples: NDArray[np.float32], sample_rate: int) -> bytes:
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024
-
-V = TypeVar("V")
 
 
 class _Wanted(NamedTuple):
@@ -157,15 +156,15 @@ class StoreFeatures:
 
     async def processed(
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget, *, encoder: str = ""
-    ) -> FoundItem[Feature]:
+    ) -> StagedItem:
         """Return the feature of `ref`, processed with the options of the request and of `ref`. If the arena has its
         embedding by the `encoder` with this digest, it has that instead of tensors.
 
         An image of a URL that is not cached is counted in `budget` before it is decoded.
         """
-        self._check_fits(ref, budget.processed_bytes(ref))
+        self._check_fits(ref, budget.num_bytes(ref, "processed"))
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
-        return _item(hold, hold.value.feature)
+        return _staged(ref, hold, hold.value.feature)
 
     async def described(
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
@@ -178,10 +177,10 @@ class StoreFeatures:
         asked, num_bytes, size = await self._looked_at(ref, timeline, budget)
         options = merged_options(options, ref.options)
 
-        def describe(call_id: int) -> DescribeItem:
+        def ask(call_id: int) -> DescribeItem:
             return DescribeItem(call_id, asked, options, num_bytes, size, request_id=request_id.get())
 
-        reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, "encoded"))
+        reply = cast("ItemDescribed", await self._ask(ref, ask, timeline, budget, "encoded"))
         if (described := reply.described) is None:
             return None
         key = self.key(ref, options, content=reply.content_hash)
@@ -224,19 +223,27 @@ class StoreFeatures:
         if hold is not None:
             cast("StoreHold[_Key, ItemFound]", hold).forget()
 
-    async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
-        """Return the decoder's output for `ref`. `budget` is as in `processed`."""
-        self._check_fits(ref, budget.decoded_bytes(ref))
+    async def decoded(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> StagedItem:
+        """Return the decoder's output for `ref`, under the key of its feature. `budget` is as in `processed`."""
+        self._check_fits(ref, budget.num_bytes(ref, "decoded"))
         hold = await self._find(ref, _Wanted("decoded"), timeline, budget)
-        return _item(hold, hold.value.feature)
+        item = _staged(ref, hold, hold.value.feature)
+        key = self.key(ref, options, content=hold.value.content_hash)
+        return dataclasses.replace(item, feature=msgspec.structs.replace(item.feature, mm_hash=key))
 
-    async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
-        """Return the current encoded bytes of `ref`. If their header must be checked, a preparer has opened them.
+    async def encoded(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> StagedItem:
+        """Return the current encoded bytes of `ref`, under the key of its feature: nothing has to be computed. If their
+        header must be checked, a preparer has opened them.
 
         An image of a URL is counted in `budget`.
         """
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
-        return _item(hold, hold.value.encoded)
+        if (encoded := hold.value.encoded) is None:
+            raise _in_another_form(hold)
+        content = hold.value.content_hash
+        tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
+        feature = Feature(ref.modality, self.key(ref, options, content=content), b"", tensors, MediaSize())
+        return StagedItem(ref, feature, hold, media_type=encoded.media_type, content_hash=content)
 
     async def refer(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> None:
         """Let the client of `ref` name the feature of the item, which is made when that is used."""
@@ -244,9 +251,9 @@ class StoreFeatures:
         hold.forget()
         hold.release()
 
-    async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> FoundItem[Feature]:
+    async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> StagedItem:
         """Return the feature of tensors that a client has sent, which are written to the arena unless it has them. Its
-        key is that of the tensors: it is the result's content hash."""
+        key is that of the tensors: it is the content hash of the result and of its reference."""
         num_bytes = sum(spec.nbytes for spec in item.specs)
         self._check_fits(ref, num_bytes)
         content = await self._fairness.run(
@@ -258,7 +265,7 @@ class StoreFeatures:
         named = msgspec.structs.replace(ref, data=None, content=content)
         key = _key(named, content, _Wanted("processed"))
         if key is not None and (hold := self._holds.use(key)) is not None:
-            return _item(hold, hold.value.feature)
+            return _staged(named, hold, hold.value.feature)
 
         async def answer(question: Question) -> None:
             if isinstance(question, SendData):
@@ -271,7 +278,7 @@ class StoreFeatures:
         reply = await self._link.call(lambda call_id: PutFeature(call_id, named, described, item.specs, of), answer)
         found = cast("ItemFound", reply)
         hold = self._holds.add(key, found.hold_id, found.range, found)
-        return _item(hold, found.feature)
+        return _staged(named, hold, found.feature)
 
     def unavailable(self, message: str) -> StoreUnavailable:
         """Return the error of a request whose media were lost with the store."""
@@ -338,8 +345,7 @@ class StoreFeatures:
             with naming(ref):
                 await budget.add(ref, question.width, question.height)
             budget.missing()
-            if form != "encoded":
-                self._check_fits(ref, budget.processed_bytes(ref) if form == "processed" else budget.decoded_bytes(ref))
+            self._check_fits(ref, budget.num_bytes(ref, form))
 
         try:
             return await self._link.call(call, answer)
@@ -377,9 +383,13 @@ def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:
     return content, ref.modality, ref.is_embeds, ref.is_feature, ref.io, ref.options, ref.salt, ref.owner, wanted
 
 
-def _item(hold: StoreHold[_Key, ItemFound], value: V | None) -> FoundItem[V]:
-    if value is None:
-        hold.release()
-        raise ProtocolViolation("the store has found an item in another form")
+def _staged(ref: MediaRef, hold: StoreHold[_Key, ItemFound], feature: Feature | None) -> StagedItem:
+    if feature is None:
+        raise _in_another_form(hold)
     is_hit = hold.is_shared or hold.value.is_hit
-    return FoundItem(hold.value.content_hash, value, hold, is_hit)
+    return StagedItem(ref, feature, hold, is_hit=is_hit, content_hash=hold.value.content_hash)
+
+
+def _in_another_form(hold: StoreHold[_Key, ItemFound]) -> ProtocolViolation:
+    hold.release()
+    return ProtocolViolation("the store has found an item in another form")

@@ -2,7 +2,7 @@
 in the form that a path sends.
 
 A transport has two ends: the gateway's is an object of this file, which says what the transport needs, what it carries
-and when it is tried; the worker's is in `worker.host_arena`.
+and when it is tried; the worker's is in `worker.media`.
 
 * `shm`, same host: descriptors are sent, both ends map the arena, no byte is copied.
 * `pull`, another host: descriptors are sent, the store of the worker's host copies the entries by `tcp` or `nixl`.

@@ -2,7 +2,7 @@
 
 from medialane.gateway.workers.client import ClientCalls, ClientRequests, RemoteRequest, RpcClient
 from medialane.gateway.workers.join_server import JoinServer
-from medialane.gateway.workers.reports import ClientReports, RoutedWorker
+from medialane.gateway.workers.reports import ClientReports
 
 __all__ = [
     "ClientCalls",
@@ -10,6 +10,5 @@ __all__ = [
     "ClientRequests",
     "JoinServer",
     "RemoteRequest",
-    "RoutedWorker",
     "RpcClient",
 ]

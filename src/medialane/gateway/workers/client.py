@@ -66,7 +66,7 @@ from medialane.wire.protocol import (
     Welcome,
     decode_from_worker,
 )
-from medialane.wire.security import Security
+from medialane.wire.security import Authentication, Security
 
 #: Frame size limit before the registration of a worker that has connected.
 MAX_JOIN_BYTES = 64 * 1024
@@ -116,7 +116,7 @@ class RpcClient:
         Cancellation and errors leave no connection behind.
         """
         client = cls(config)
-        authentication = Security.load(config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+        authentication = Authentication(Security.load(config), "rpc", Role.GATEWAY, Role.WORKER)
         await client.register(hello, connecting=dial(address, client.connection, authentication))
         return client
 
@@ -365,7 +365,8 @@ class ClientCalls:
 
         Raises the error that the worker reports, WorkerLost if the connection is closed, Unavailable after `timeout_s`.
         """
-        self._check_connected()
+        if self._lost:
+            raise WorkerLost("the worker is not connected")
         self._num_calls += 1
         call_id = self._num_calls
         result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
@@ -425,10 +426,6 @@ class ClientCalls:
         if not message.more:
             self._reading.set_result(None)
             self._reading = None
-
-    def _check_connected(self) -> None:
-        if self._lost:
-            raise WorkerLost("the worker is not connected")
 
 
 #: Deltas that are queued for the consumer and delivered one by one. More are merged: the client reads too slowly, or

@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable
 
 from medialane.gateway.workers.client import RpcClient
 from medialane.types.errors import MedialaneError, StartupFailed, WorkerLost, report_of
-from medialane.wire.acceptor import PendingConnections
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, check_version
-from medialane.wire.listener import END_TIMEOUT_S, Listener
+from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Join
-from medialane.wire.security import Security
+from medialane.wire.security import Authentication, Security
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class JoinServer:
 
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to. Raises StartupFailed if it cannot."""
-        authentication = Security.load(self._config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+        authentication = Authentication(Security.load(self._config), "rpc", Role.GATEWAY, Role.WORKER)
         self._listener = await Listener.listen(address, self._open_connection, authentication)
         return self._listener.address
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.workers.client import RemoteRequest, RpcClient
-from medialane.gateway.workers.reports import RoutedWorker
 from medialane.observability.metrics import Metrics
+from medialane.routing import Router
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import (
     MedialaneError,
@@ -23,15 +23,11 @@ from medialane.types.errors import (
     WorkerLost,
     WorkerStalled,
 )
-from medialane.types.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole, WorkerState
+from medialane.types.request import EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 
 logger = logging.getLogger(__name__)
-
-#: Called when a worker is ready: `endpoints()` of its link are its ranks. Its caches count as empty until it reports
-#: them to the result. If this raises, the connection is closed. Not called for encoders, to which no request is routed.
-JoinListener = Callable[["WorkerLink"], RoutedWorker]
 
 
 class WorkerLink:
@@ -70,11 +66,10 @@ class WorkerLink:
         self.has_drained = False
         #: Set when `run` has tried to connect, with or without success: the link is ready if it can be.
         self.was_tried = asyncio.Event()
-        self._reports: RoutedWorker | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
-        self.listener: JoinListener | None = None
-        #: Called with the card of a worker or encoder that has become ready.
-        self.on_ready: Callable[[ModelCard], None] = lambda _card: None
+        #: Chooses the worker while it is connected, unless it is an encoder. Its caches count as empty until it has
+        #: reported them.
+        self.router: Router | None = None
         #: Called when `state` or `role` may have changed, and with each report of a worker that is stalled.
         self.on_change: Callable[[], None] = lambda: None
         self.refusal: MedialaneError | None = None
@@ -197,8 +192,8 @@ class WorkerLink:
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""
-        if self.client is not None and self._reports is not None:
-            self._reports.host_changed()
+        if (client := self.client) is not None:
+            client.reports.host_changed()
 
     async def run(self) -> None:
         """Stay connected until cancelled, whatever fails."""
@@ -258,7 +253,8 @@ class WorkerLink:
             logger.info("worker %s: %s", self.name, error.message)
             return None
         except MedialaneError as error:
-            self._report_refusal(error)
+            logger.error("worker %s refuses this gateway: %s", self.name, error.message)
+            self.refusal = error
             return None
         finally:
             self.was_tried.set()  # whoever waits for it runs after `_use`
@@ -275,23 +271,16 @@ class WorkerLink:
         self._client, self._disagreements = client, differing
         client.on_change = self.on_change
         self._join(client)
-        self.on_ready(client.welcome.card)
         self.on_change()
         self._failure = None
 
     def _join(self, client: RpcClient) -> None:
-        if self.listener is None or client.closed.is_set() or self.role == "encoder":
-            return
-        self._reports = self.listener(self)
-        client.reports.watch(self._reports)
+        if self.router is not None and self.role != "encoder" and not client.closed.is_set():
+            client.reports.route(self.router, self.endpoints(), same_host=lambda: self.same_host)
 
     async def _disconnect(self, client: RpcClient) -> None:
-        self._client = self._reports = None
+        self._client = None
         await client.close()
-
-    def _report_refusal(self, error: MedialaneError) -> None:
-        logger.error("worker %s refuses this gateway: %s", self.name, error.message)
-        self.refusal = error
 
     def _report_loss(self, *, has_drained: bool) -> None:
         self.has_drained = has_drained

@@ -17,7 +17,8 @@ import msgspec
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.workers.client import RpcClient
-from medialane.gateway.workers.link import JoinListener, WorkerLink, check_same_model, name_taken
+from medialane.gateway.workers.link import WorkerLink, check_same_model, name_taken
+from medialane.routing import Router
 from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,
@@ -53,12 +54,11 @@ class WorkerPool:
         self._new_link = new_link
         self._processor = processor or {}
         self._config = config or GatewayConfig()
-        self._listener: JoinListener | None = None
+        self._router: Router | None = None
         #: The names of workers that have joined, and when lost ones are forgotten.
         self._joined: set[str] = set()
         self._forgetting: dict[str, asyncio.TimerHandle] = {}
         self._card: ModelCard | None = None
-        self._has_card = asyncio.Event()
         self._outage = Outage()
         self._changes = asyncio.Event()
         #: The workers that take requests, and those whose engine does not go on: counted when a link reports a change,
@@ -74,7 +74,7 @@ class WorkerPool:
     async def first_card(self) -> ModelCard:
         """Return the card of the first worker that has become ready; wait for it."""
         while self._card is None:
-            await self._has_card.wait()
+            await self._changes.wait()
         return self._card
 
     async def tried(self, timeout_s: float) -> None:
@@ -85,7 +85,7 @@ class WorkerPool:
                     await link.was_tried.wait()
 
     def _watch(self, link: WorkerLink) -> None:
-        link.on_ready, link.on_change = self._on_ready, partial(self._changed, link)
+        link.on_change = partial(self._changed, link)
 
     def _changed(self, link: WorkerLink) -> None:
         """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
@@ -94,6 +94,8 @@ class WorkerPool:
             (links.add if link.role == "worker" and link.state == state else links.discard)(link)
         if self._digests.get(link) != (digest := link.encoder):
             self._digests[link], self._encoder = digest, None
+        if self._card is None and link.role == "worker" and (client := link.client) is not None:
+            self._card = client.welcome.card
         self._wake()
         if not self._ready:
             self._outage.begin()
@@ -106,21 +108,16 @@ class WorkerPool:
         changes, self._changes = self._changes, asyncio.Event()
         changes.set()
 
-    def _on_ready(self, card: ModelCard) -> None:
-        if self._card is None and card.role == "worker":
-            self._card = card
-            self._has_card.set()
-
     def fail(self, error: MedialaneError) -> None:
         """Abort all requests of this gateway: they raise `error`."""
         for link in self.links.values():
             link.fail(error)
 
-    def listen(self, listener: JoinListener) -> None:
-        """Register `listener` with all links. Called once, before `run`."""
-        self._listener = listener
+    def route_by(self, router: Router) -> None:
+        """Have `router` choose among the workers of all links. Called once, before `run`."""
+        self._router = router
         for link in self.links.values():
-            link.listener = listener
+            link.router = router
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""
@@ -211,7 +208,7 @@ class WorkerPool:
             raise WorkerLost("the gateway has reached its limit of workers")
         else:
             link = self.links[join.name] = self._new_link(join.name, "")
-            link.listener = self._listener
+            link.router = self._router
             self._watch(link)
             self._joined.add(join.name)
         self._keep(join.name)

@@ -1,10 +1,9 @@
 """Load, KV blocks and pending work of other gateways that a worker reports unsolicited, and this gateway's pending
-work; `worker.reports` is the worker's side. `RoutedWorker` passes them on to the router. No I/O.
+work; `worker.reports` is the worker's side. The router learns of all of it. No I/O.
 
 `BlockInbox` queues KV-block updates until the event loop applies them. Pieces are taken one at a time, so that a
-snapshot of many blocks does not block the event loop. A gap in a rank's sequence means that a piece is missing: further
-changes of that rank are discarded until a snapshot begins. If more is queued than a worker can hold, the queue is
-dropped and snapshots are requested.
+snapshot of many blocks does not block the event loop. If more is queued than a worker can hold, the queue is dropped
+and snapshots are requested; further changes of a rank are discarded until its snapshot begins.
 """
 
 from __future__ import annotations
@@ -49,83 +48,23 @@ _MAX_KV_BLOCKS: Final = 1 << 32
 _MAX_ANNOUNCED: Final = 4096
 
 
-class RoutedWorker:
-    """Tells the router of one connected worker, whose ranks are `endpoints`.
-
-    Called on the event loop. `left` is the last call: in the same iteration of the event loop in which the connection
-    is lost, so no request is routed in between.
-    """
-
-    def __init__(self, router: Router, endpoints: Sequence[Endpoint], *, same_host: Callable[[], bool]) -> None:
-        self._router = router
-        self._same_host = same_host
-        self._name = endpoints[0].worker_id
-        self._slots: list[int] = []
-        self._announced: dict[int, AnnouncedRequest] = {}
-        try:
-            for endpoint in endpoints:
-                self._slots.append(router.join(endpoint))
-        except BaseException:
-            self.left()
-            raise
-
-    def left(self) -> None:
-        """Idempotent."""
-        slots, self._slots = self._slots, []
-        for slot in slots:
-            self._router.leave(slot)
-
-    def reported(self, loads: Sequence[WorkerLoad]) -> None:
-        """The worker has reported the load of each of its ranks."""
-        for slot, load in zip(self._slots, loads, strict=True):
-            self._router.report(slot, load)
-
-    def state_changed(self, state: WorkerState) -> None:
-        """The worker is ready again, its engine hangs, or it is draining."""
-        level = logging.ERROR if state == "stalled" else logging.WARNING
-        what = "is ready again" if state == "ready" else f"is {state}: it gets no new requests"
-        logger.log(level, "worker %s %s", self._name, what)
-        for slot in self._slots:
-            self._router.drain(slot, draining=state != "ready")
-
-    def changed(self, change: KvChange) -> None:
-        """The worker's KV blocks have changed: first all of them, then changes in order, one per iteration of the event
-        loop."""
-        if change.rank < len(self._slots):
-            self._router.change(self._slots[change.rank], change)
-
-    def announced(self, number: int, work: PendingWork) -> None:
-        """Another gateway has sent a request to the worker; `number` identifies it until `announcement_ended`."""
-        requests, slots = self._announced, self._slots
-        if number not in requests and len(requests) < _MAX_ANNOUNCED and work.rank < len(slots):
-            requests[number] = self._router.announced(slots[work.rank], work)
-
-    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
-        """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
-        request = self._announced.pop(number, None)
-        if request is not None:
-            request.end(is_computed=is_computed)
-
-    def host_changed(self) -> None:
-        """The worker has mapped another arena, or none."""
-        for slot in self._slots:
-            self._router.move(slot, same_host=self._same_host())
-
-    def encoder_cleared(self) -> None:
-        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
-        for slot in self._slots:
-            self._router.clear_encoder(slot)
-
-
 class ClientReports:
     """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the `arena` that
-    the worker has mapped, the number of gateways registered with the worker, and what a listener is called for."""
+    the worker has mapped, and the number of gateways registered with the worker. From `route` on, the router chooses
+    the worker, and learns what it reports."""
+
+    _router: Router
+    _same_host: Callable[[], bool]
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send
         self._blocks = BlockInbox()
         self._num_ranks = 0
-        self._listener: RoutedWorker | None = None
+        #: Of its ranks at the router, while that may choose them.
+        self._slots: list[int] = []
+        self._name = ""
+        #: Requests of other gateways at the router, by their numbers.
+        self._announced: dict[int, AnnouncedRequest] = {}
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
@@ -145,8 +84,8 @@ class ClientReports:
 
     @property
     def num_block_gaps(self) -> int:
-        """How often changes of KV blocks were missing, so that snapshots were requested."""
-        return self._blocks.num_gaps
+        """How often changes of KV blocks were dropped, so that snapshots were requested."""
+        return self._blocks.num_overflows
 
     def open(self, card: ModelCard) -> None:
         """Start with the card of the worker's Welcome. Raises ProtocolViolation if its sizes are out of range."""
@@ -155,10 +94,19 @@ class ClientReports:
         self.encoder = card.encoder
         self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
 
-    def watch(self, listener: RoutedWorker) -> None:
-        """Call `listener` until the connection is closed, also about changes of KV blocks that were received before.
-        Call once, on an open connection."""
-        self._listener = listener
+    def route(self, router: Router, endpoints: Sequence[Endpoint], *, same_host: Callable[[], bool]) -> None:
+        """Have `router` choose the worker, whose ranks are `endpoints`, until the connection is closed. Changes of KV
+        blocks that were received before are applied as well.
+
+        Call once, on an open connection. Raises ValueError, with no effect, if the router has one of the ranks already.
+        """
+        self._router, self._same_host, self._name = router, same_host, endpoints[0].worker_id
+        try:
+            for endpoint in endpoints:
+                self._slots.append(router.join(endpoint))
+        except BaseException:
+            self._leave()
+            raise
         self._deliver_soon()
 
     def received(self, message: Report) -> bool:
@@ -168,18 +116,21 @@ class ClientReports:
         match message:
             case LoadReport():
                 self._receive_loads(message)
+                return self.state != before or before == "stalled"
             case KvBlocks(change):
                 self._receive_blocks(change)
             case ArenaMapped(arena):
                 self.arena = arena
+                self.host_changed()
             case EncoderCleared(encoder):
-                self.encoder = encoder
+                self._receive_cleared(encoder)
             case Gateways(number):
                 self.num_gateways = number
-        if self._listener is not None:
-            self._notify(self._listener, message)
-        if isinstance(message, LoadReport):
-            return self.state != before or before == "stalled"
+            case Pending(number, work):
+                self._receive_pending(number, work)
+            case PendingEnded(number, is_computed):
+                if (announced := self._announced.pop(number, None)) is not None:
+                    announced.end(is_computed=is_computed)
         return isinstance(message, ArenaMapped | EncoderCleared)
 
     def announce(self, work: PendingWork) -> Callable[[bool], None]:
@@ -189,24 +140,27 @@ class ClientReports:
         self._send(Pending(number, work))
         return lambda is_computed: self._send(PendingEnded(number, is_computed))
 
+    def host_changed(self) -> None:
+        """The worker has mapped another arena, or none; or this gateway has another store."""
+        for slot in self._slots:
+            self._router.move(slot, same_host=self._same_host())
+
+    def apply(self, change: KvChange) -> None:
+        """Have the router apply a change: after `route` all blocks first, then changes in order, one per iteration of
+        the event loop."""
+        self._router.change(self._slots[change.rank], change)
+
     def lost(self) -> None:
-        """The connection is closed."""
+        """The connection is closed. The worker leaves the router in the same iteration of the event loop, so no request
+        is routed in between."""
         if self._delivery is not None:
             self._delivery.cancel()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.left()
+        self._leave()
 
-    def _notify(self, listener: RoutedWorker, message: Report) -> None:
-        match message:
-            case ArenaMapped():
-                listener.host_changed()
-            case EncoderCleared():
-                listener.encoder_cleared()
-            case Pending(number, work) if work.rank < self._num_ranks:  # another rank is that gateway's fault
-                listener.announced(number, work)
-            case PendingEnded(number, is_computed):
-                listener.announcement_ended(number, is_computed=is_computed)
+    def _leave(self) -> None:
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            self._router.leave(slot)
 
     def _receive_loads(self, report: LoadReport) -> None:
         if len(report.loads) != self._num_ranks:
@@ -214,10 +168,30 @@ class ClientReports:
         before, self.state = self.state, _state(report)
         self.has_unknown_blocks, self.loads = report.has_unknown_blocks, report.loads
         self.has_failing_tasks = report.has_failing_tasks
-        if self._listener is not None:
-            self._listener.reported(report.loads)
-            if self.state != before:
-                self._listener.state_changed(self.state)
+        for slot, load in zip(self._slots, report.loads, strict=False):  # no slots before `route`
+            self._router.report(slot, load)
+        if self._slots and self.state != before:
+            self._state_changed()
+
+    def _state_changed(self) -> None:
+        """The worker is ready again, its engine hangs, or it is draining."""
+        level = logging.ERROR if self.state == "stalled" else logging.WARNING
+        what = "is ready again" if self.state == "ready" else f"is {self.state}: it gets no new requests"
+        logger.log(level, "worker %s %s", self._name, what)
+        for slot in self._slots:
+            self._router.drain(slot, draining=self.state != "ready")
+
+    def _receive_cleared(self, encoder: EncoderCard | None) -> None:
+        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
+        self.encoder = encoder
+        for slot in self._slots:
+            self._router.clear_encoder(slot)
+
+    def _receive_pending(self, number: int, work: PendingWork) -> None:
+        """Another gateway has sent a request to the worker. An unknown rank is that gateway's fault."""
+        announced, slots = self._announced, self._slots
+        if number not in announced and len(announced) < _MAX_ANNOUNCED and work.rank < len(slots):
+            announced[number] = self._router.announced(slots[work.rank], work)
 
     def _receive_blocks(self, change: KvChange) -> None:
         if len(change.stored) % 8 or len(change.removed) % 8:
@@ -230,14 +204,13 @@ class ClientReports:
         self._deliver_soon()
 
     def _deliver_soon(self) -> None:
-        if self._delivery is None and self._listener is not None and len(self._blocks):
+        if self._delivery is None and self._slots and len(self._blocks):
             self._delivery = asyncio.get_running_loop().call_soon(self._deliver)
 
     def _deliver(self) -> None:
         self._delivery = None
-        change = self._blocks.take()
-        if change is not None and self._listener is not None:
-            self._listener.changed(change)
+        if (change := self._blocks.take()) is not None:
+            self.apply(change)
             self._deliver_soon()
 
 
@@ -261,30 +234,25 @@ MAX_WAITING_BYTES = 8 << 20
 
 
 class BlockInbox:
-    """`num_gaps` counts gaps and overflows."""
+    """`num_overflows` counts how often the queue was dropped."""
 
     def __init__(self, *, num_blocks: int = 0) -> None:
         """`num_blocks` is the total capacity of the worker's ranks."""
         self._max_waiting_bytes = MAX_WAITING_BYTES + 2 * 8 * num_blocks
         self._waiting: deque[KvChange] = deque()
         self._num_waiting_bytes = 0
-        self._expected: dict[int, int] = {}
+        self._ranks: set[int] = set()
         self._lost: set[int] = set()
-        self.num_gaps = 0
+        self.num_overflows = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def receive(self, change: KvChange) -> bool:
         """Queue a piece. Return False if a snapshot must be requested now."""
-        expected = self._expected.get(change.rank, 0)
-        self._expected[change.rank] = change.sequence + 1
+        self._ranks.add(change.rank)
         if change.snapshot:
             self._lost.discard(change.rank)
-        elif change.sequence != expected:  # a requested snapshot may be among the missing pieces
-            self._lost.add(change.rank)
-            self.num_gaps += 1
-            return False
         elif change.rank in self._lost:
             return True  # a snapshot was already requested
         self._waiting.append(change)
@@ -302,6 +270,6 @@ class BlockInbox:
     def _overflow(self) -> bool:
         self._waiting.clear()
         self._num_waiting_bytes = 0
-        self._lost.update(self._expected)
-        self.num_gaps += 1
+        self._lost.update(self._ranks)
+        self.num_overflows += 1
         return False

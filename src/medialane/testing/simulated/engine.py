@@ -47,7 +47,7 @@ from medialane.wire.address import TcpAddress, consecutive_ports, parse_address
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.config import WorkerConfig
-from medialane.worker.host_arena import HostArena
+from medialane.worker.media import HostArena
 from medialane.worker.serve import default_name, serve_until
 from medialane.worker.worker import Worker
 
@@ -184,10 +184,6 @@ class SimulatedEngine:
     @property
     def embedding_counts(self) -> EmbeddingCounts:
         return EmbeddingCounts()
-
-    @property
-    def longest_embedding_step_s(self) -> float:
-        return 0.0
 
     def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler

@@ -59,7 +59,6 @@ class Answer:
     document: Any
     events: tuple[Any, ...] = ()
     report: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
 
     @property
     def succeeded(self) -> bool:

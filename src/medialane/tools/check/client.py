@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -76,13 +75,12 @@ class CheckClient:
 
     async def post(self, request: CaseRequest) -> Answer:
         """Send a request; an answer without a status if there is no whole response."""
-        started = time.perf_counter()
         try:
             async with self._session.post(self._base_url + request.path, **self._content(request)) as response:
                 raw = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            return Answer(0, f"no response: {describe_failure(error)}", seconds=time.perf_counter() - started)
-        return _answer(response, raw, time.perf_counter() - started)
+            return Answer(0, f"no response: {describe_failure(error)}")
+        return _answer(response, raw)
 
     def _content(self, request: CaseRequest) -> dict[str, Any]:
         if request.body is None:
@@ -117,15 +115,15 @@ async def get(
         raise StartupFailed(f"{url} gave no answer: {describe_failure(error)}") from error
 
 
-def _answer(response: aiohttp.ClientResponse, raw: str, seconds: float) -> Answer:
+def _answer(response: aiohttp.ClientResponse, raw: str) -> Answer:
     if response.content_type == "text/event-stream":
-        return _streamed(response.status, raw, seconds)
+        return _streamed(response.status, raw)
     try:
         document = json.loads(raw)
     except ValueError:
-        return Answer(response.status, raw, seconds=seconds)
+        return Answer(response.status, raw)
     report = document.pop("medialane", {}) if isinstance(document, dict) else {}
-    return Answer(response.status, document, report=report or _timed(response), seconds=seconds)
+    return Answer(response.status, document, report=report or _timed(response))
 
 
 def _timed(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -134,11 +132,11 @@ def _timed(response: aiohttp.ClientResponse) -> dict[str, Any]:
     return {"items": [{"cache": cache[1]}]} if cache and cache[1] != "none" else {}
 
 
-def _streamed(status: int, raw: str, seconds: float) -> Answer:
+def _streamed(status: int, raw: str) -> Answer:
     lines = [line.removeprefix(_DATA) for line in raw.split("\n") if line.startswith(_DATA)]
     if _DONE not in lines:
-        return Answer(0, "the stream broke off", seconds=seconds)
+        return Answer(0, "the stream broke off")
     events = [json.loads(line) for line in lines if line != _DONE]
     reports = [event["medialane"] for event in events if "medialane" in event]
     kept = tuple(event for event in events if "medialane" not in event)
-    return Answer(status, None, kept, reports[-1] if reports else {}, seconds)
+    return Answer(status, None, kept, reports[-1] if reports else {})

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from blake3 import blake3
 
+from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.transfer.nixl.agent import (
     MAX_PACKET_BYTES,
     MAX_READS,
@@ -37,7 +35,7 @@ from medialane.transfer.nixl.agent import (
 )
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import ArenaRange
-from medialane.wire.child_channel import ChannelToChild, PidfdProcess, child_channel, end_process
+from medialane.wire.child_channel import ChannelToChild, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +51,10 @@ class MoverChild:
     """Owns the process and its channel until `close`. When `ended` is set, the process has exited: it writes nothing
     any more. Its pending reads fail then, and not before."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self._process = PidfdProcess(process.pid, os.pidfd_open(process.pid), lambda: self._reap(process.wait()))
-        self.ended, self.pid = self._process.exited, process.pid
+    def __init__(self, process: PidfdProcess, control: socket.socket) -> None:
+        self._process = process
+        self._wait, process.on_exit = process.on_exit, self._reap
+        self.ended, self.pid = process.exited, process.pid
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Started] = self._loop.create_future()
         self._reads: dict[int, tuple[str, asyncio.Future[None]]] = {}
@@ -85,14 +84,7 @@ class MoverChild:
         Raises NixlRefused, or TransferFailed; then no process is left running.
         """
         agent = f"medialane-{secrets.token_hex(8)}"
-        mine, theirs = child_channel()
-        with theirs:
-            try:
-                process = _spawn(factory, theirs.fileno(), variables)
-            except BaseException:  # cancelled or failed: the socket has no other owner
-                mine.close()
-                raise
-        self = cls(process, mine)
+        self = cls(*spawn("medialane.transfer.nixl.process", factory, environ=variables))
         try:
             self._send(Start(arena, directory, slot, agent))
             async with asyncio.timeout(timeout_s):
@@ -157,8 +149,7 @@ class MoverChild:
 
     def kill(self) -> None:
         """Terminate the process; `ended` is set soon."""
-        with contextlib.suppress(ProcessLookupError):  # it has exited
-            self._process.kill()
+        self._process.kill()
 
     async def close(self) -> None:
         """Kill the process and wait for its end. Idempotent."""
@@ -167,8 +158,9 @@ class MoverChild:
         if not await end_process(self._process, 0.0):
             logger.error("the NIXL mover process (pid %d) could not be killed", self.pid)
 
-    def _reap(self, status: int) -> None:
+    def _reap(self) -> None:
         """Called when the process, with all its threads, has exited."""
+        status = cast("int", self._wait())
         self._channel.close()
         if status not in (0, -signal.SIGKILL) and not self._is_refused:
             logger.error("the NIXL mover process (pid %d) has exited with status %d", self.pid, status)
@@ -247,15 +239,3 @@ def with_tcp(transports: str) -> str:
         names = [name for name in names if name != "tcp"]
         return f"^{','.join(names)}" if names else "all"
     return ",".join(names) if {"all", "tcp"} & set(names) else ",".join([*names, "tcp"])
-
-
-def _spawn(factory: str, control_fd: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    arguments = ["-P", "-m", "medialane.transfer.nixl.process", factory, str(control_fd), str(os.getpid())]
-    return subprocess.Popen(  # noqa: S603 - our own command line, no shell
-        [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[control_fd],
-        env=dict(variables),
-        # Ctrl-C in the terminal must reach only the store, which then terminates this process.
-        start_new_session=True,
-    )

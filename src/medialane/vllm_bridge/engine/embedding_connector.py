@@ -13,18 +13,13 @@ with it the hold on the arena. It is saved by one copy as well, at the end of th
 
 A load from a pinned arena (`items.arena_tensors`) is queued in the device's stream. Any other load, and each save,
 waits for the work that is queued there (`medialane bench gpu`).
-
-How long our code takes of each step of the engine's scheduler, which must never be blocked.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from resource import RUSAGE_THREAD, getrusage
 from typing import Any
 
 import torch
@@ -142,37 +137,6 @@ def _write(payload: memoryview, where: TensorDescriptor, output: torch.Tensor) -
     tensor_over(where.spec, payload[first : first + where.spec.nbytes]).copy_(output)
 
 
-def _num_preempted() -> int:
-    return getrusage(RUSAGE_THREAD).ru_nivcsw
-
-
-class StepClock:
-    """`longest_s` is the longest sum of one step. Calls in which the kernel ran another thread instead are left out:
-    how long that lasts depends on the machine's load. Those that wait for something are counted."""
-
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, num_preempted: Callable[[], int] = _num_preempted
-    ) -> None:
-        """`num_preempted` returns how often the kernel has run another thread instead of this one."""
-        self._clock, self._num_preempted = clock, num_preempted
-        self.longest_s = 0.0
-        self._step_s = 0.0
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        num_preempted, started = self._num_preempted(), self._clock()
-        try:
-            yield
-        finally:
-            spent = self._clock() - started
-            if self._num_preempted() == num_preempted:
-                self._step_s += spent
-
-    def end_step(self) -> None:
-        self.longest_s = max(self.longest_s, self._step_s)
-        self._step_s = 0.0
-
-
 #: The only key of `ec_transfer_params` in a request. Its value is an `EmbeddingPlan`, encoded.
 KEY = "medialane"
 
@@ -188,49 +152,41 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]  # vllm is not 
         restore_inputs(vllm_config)
         if role is ECConnectorRole.SCHEDULER:
             self.schedule = EmbeddingSchedule(RESOLVER.is_readable, RESOLVER.refuse)
-            self.clock = StepClock()
             return
         directory = vllm_config.ec_transfer_config.ec_connector_extra_config[DIRECTORY]
         self._copies = EmbeddingCopies(RESOLVER.tensor, directory, saves=get_tensor_model_parallel_rank() == 0)
         self._cache: dict[str, torch.Tensor] = {}
         self._step = StepEmbeddings()
 
-    # In the scheduler. `has_cache_item` is one lookup, for each item in each step, and not worth the clock's calls.
+    # In the scheduler, whose steps must never be blocked
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        with self.clock.measure():
-            return self.schedule.is_available(
-                request.request_id,
-                (request.ec_transfer_params or {}).get(KEY),
-                ends=lambda: {f.identifier: f.mm_position.offset + f.mm_position.length for f in request.mm_features},
-                num_computed_tokens=num_computed_tokens,
-            )
+        return self.schedule.is_available(
+            request.request_id,
+            (request.ec_transfer_params or {}).get(KEY),
+            ends=lambda: {f.identifier: f.mm_position.offset + f.mm_position.length for f in request.mm_features},
+            num_computed_tokens=num_computed_tokens,
+        )
 
     def has_cache_item(self, identifier: str) -> bool:
         return self.schedule.has(identifier)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        with self.clock.measure():
-            self.schedule.allocated(request.mm_features[index].identifier)
+        self.schedule.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepEmbeddings:
         freed, num_tokens = scheduler_output.free_encoder_mm_hashes, scheduler_output.total_num_scheduled_tokens
-        with self.clock.measure():
-            step = self.schedule.take_step(freed=freed, runs_model=num_tokens > 0)
-        self.clock.end_step()
-        return step
+        return self.schedule.take_step(freed=freed, runs_model=num_tokens > 0)
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         if isinstance(done := connector_output.ec_connector_worker_meta, CopyCounts):
-            with self.clock.measure():
-                self.schedule.report(num_saved=done.num_saved, num_failed=done.num_failed, unusable=done.unusable)
+            self.schedule.report(num_saved=done.num_saved, num_failed=done.num_failed, unusable=done.unusable)
 
     def take_unavailable_requests(self) -> set[str]:
         return self.schedule.take_refused()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        with self.clock.measure():
-            self.schedule.end(request.request_id)
+        self.schedule.end(request.request_id)
         return False, None
 
     # In the model's processes

@@ -248,11 +248,6 @@ class VllmEngine:
         """Totals as of the last `ping`."""
         return self._embeddings.counts
 
-    @property
-    def longest_embedding_step_s(self) -> float:
-        """As of the last `ping`."""
-        return self._embeddings.longest_step_s
-
     async def learn_encoder(self) -> None:
         """Complete the card: what the encoder's embeddings look like, if they are kept; the tasks of a pooling model.
 

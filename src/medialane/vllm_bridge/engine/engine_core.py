@@ -82,8 +82,8 @@ def _embeddings(engine: Any, use: Callable[[EmbeddingConnector], T]) -> T | None
     return use(connector) if isinstance(connector, EmbeddingConnector) else None
 
 
-def _totals(connector: EmbeddingConnector) -> tuple[tuple[int, ...], float]:
-    return astuple(connector.schedule.counts), connector.clock.longest_s
+def _totals(connector: EmbeddingConnector) -> tuple[int, ...]:
+    return astuple(connector.schedule.counts)
 
 
 def _die_with(_engine: Any, pid: int) -> bool:

@@ -54,7 +54,6 @@ class EngineEmbeddings:
         self.reason = reason
         self.arenas: set[str] = set()
         self.counts = EmbeddingCounts()
-        self.longest_step_s = 0.0  # that embeddings took of a step of a scheduler
         self._config = config
         self._digest = ""  # of the encoder as it was loaded
         self._weights = "" if reason else _weights(config)  # before it is
@@ -109,11 +108,10 @@ class EngineEmbeddings:
             await ask("medialane_drop_fills", timeout_s=_TIMEOUT_S)
 
     async def refresh(self, ask: Ask, *, timeout_s: float) -> None:
-        """Update `counts` and `longest_step_s`."""
+        """Update `counts`."""
         if self.card is not None:
-            totals_of_ranks = [totals for totals in await ask("medialane_embeddings", timeout_s=timeout_s) if totals]
-            self.counts = EmbeddingCounts(*map(sum, zip(*(counts for counts, _ in totals_of_ranks), strict=True)))
-            self.longest_step_s = max((longest_s for _, longest_s in totals_of_ranks), default=0.0)
+            counts_of_ranks = [counts for counts in await ask("medialane_embeddings", timeout_s=timeout_s) if counts]
+            self.counts = EmbeddingCounts(*map(sum, zip(*counts_of_ranks, strict=True)))
 
 
 def _weights(config: VllmConfig) -> str:
