@@ -514,7 +514,7 @@ def _counts(addresses: GatewayAddresses) -> SharedCounts:
 
 
 def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
-    """Return the settings with a stage that this model supports. With `auto` that of a request depends on its items: if
+    """Return the settings with a stage that this model supports. With `auto` a request's stage depends on its items: if
     they cannot be processed one by one, workers do it (`Assembler.fallback_stages`). Raises StartupFailed."""
     profile = frontend.profile
     if profile is None:

@@ -62,7 +62,7 @@ ReadFiles = Callable[[], tuple[Callable[[], None], Sequence[str]]]
 
 
 class SettingsChange(msgspec.Struct, frozen=True):
-    """The flags of the settings that have changed, and of those whose `files` were read again. The gateways of the port
+    """The flags of settings that have changed, and of settings whose `files` were read again. The gateways of the port
     that are `gateways_missing` have not answered, or have failed: they go on as before."""
 
     changed: list[str] = []

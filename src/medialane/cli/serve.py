@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a folder, or a name on a model hub; without, those of the --config file",
+        help="a folder, or a name on a model hub; default: the models of the --config file",
     )
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
     # Set by `medialane serve --ray --gateway-nodes each`: workers of the host know it.
@@ -288,7 +288,7 @@ class RayServe:
     def supervisor(
         self, own: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
     ) -> RemoteSupervisor:
-        """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
+        """Return a supervisor of `own`, the processes of this host, and of the processes that Ray places."""
         from medialane.cli.status import read_state
         from medialane.gateway import metrics_key
 

@@ -44,7 +44,7 @@ SECTIONS: tuple[SectionName, ...] = ("gateway", "media", "prepare", "environment
 
 #: Commands that use what `read_model` builds: their forks are made after it.
 _NEED_MODEL = ("store", "gateway")
-#: Of requests that arrive together, those that do not need the model are served before it is read: engines start
+#: Requests that arrive together and do not need the model are served before it is read: engines start
 #: meanwhile.
 _SETTLE_S = 0.2
 #: Whoever connects has sent its request, or has exited.

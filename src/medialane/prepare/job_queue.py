@@ -143,7 +143,7 @@ def _release(value: JobValue) -> None:
 
 
 class JobQueue:
-    """FIFO queue. At most `limit` jobs wait in addition to those that idle preparers are about to take. `drain_s`
+    """FIFO queue. At most `limit` jobs wait in addition to jobs that idle preparers are about to take. `drain_s`
     returns in how many seconds the waiting jobs are expected to be done."""
 
     def __init__(self, *, limit: int, timeout_s: float, drain_s: Callable[[], float] = float) -> None:

@@ -148,13 +148,13 @@ class Assembler(Protocol):
 
     @property
     def predicted(self) -> frozenset[Modality]:
-        """The modalities of which an item's header is a function of the media's size and the options, but for some
+        """The modalities for which an item's header is a function of the media's size and the options, but for some
         sizes or options (`Processor.describe`)."""
         ...
 
     @property
     def fallback_stages(self) -> Mapping[Modality, StageName]:
-        """The stages of prompts with items of which no features are made, by modality."""
+        """The stages of prompts with items that get no features, by modality."""
         ...
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:

@@ -16,7 +16,7 @@ PolicyName = Literal["cost", "round-robin", "random", "least-loaded", "prefix-on
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Costs are expected milliseconds until the first token, plus the delay of other requests. Only ratios matter.
 
-    The times are those of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` varies each at
+    The times are of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` varies each at
     about 80 % utilisation, with embeddings shared on one host and two, with none, and with scarce engines.
     """
 

@@ -19,7 +19,7 @@ from medialane.types.feature import MediaSpan
 from medialane.types.request import CostParts
 
 _MIB: Final = 1 << 20
-#: Embeddings of an item whose count is not known yet: about those of an image of 1024x768.
+#: Embeddings of an item whose count is not known yet: about as many as of an image of 1024x768.
 _UNKNOWN_EMBEDS: Final = 1024
 
 

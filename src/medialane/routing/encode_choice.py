@@ -37,7 +37,7 @@ class NewItem(NamedTuple):
 
 
 class EncodeCosts(NamedTuple):
-    """Rates, in milliseconds: `request_ms` is that of an encode request besides its embeddings."""
+    """Rates, in milliseconds: `request_ms` is the cost of an encode request besides its embeddings."""
 
     embed_ms: float
     request_ms: float
@@ -57,7 +57,7 @@ class EncodeCosts(NamedTuple):
         return self.request_ms + queue_ms + self.encode_ms(item) + load_ms
 
     def worker_ms(self, item: NewItem, num_sequences: float) -> float:
-        """Return the cost of an item at a worker, with that of the sequences that it delays there."""
+        """Return the cost of an item at a worker, including the sequences that it delays there."""
         return self.encode_ms(item) * (1 + _DELAY_WEIGHT * num_sequences)
 
 
@@ -65,8 +65,8 @@ def choose_encoder(item: NewItem, queues_ms: Sequence[float], num_sequences: flo
     """Return the number of the encoder that encodes the item at the lowest cost, by their queues, or None: the worker
     encodes it.
 
-    `num_sequences` are those at the worker, running or waiting, of all gateways; since the worker is chosen after that,
-    the mean over all of them (`Router.mean_sequences`).
+    `num_sequences` counts all gateways' sequences at the worker, running or waiting; since the worker is chosen after
+    that, the mean over all of them (`Router.mean_sequences`).
     """
     number = least_loaded(queues_ms)
     if number is None or costs.encoder_ms(item, queues_ms[number]) > costs.worker_ms(item, num_sequences):

@@ -44,7 +44,7 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     `param` is the item's field in the request, for errors. `salt` separates tenants: the same content under another
     salt is another entry. `io` are the item's decoding options (frames, fps, ...): canonical JSON of vLLM's
-    `media_io_kwargs` for its modality. Intake sets the item's own; the renderer's hook merges those of model and
+    `media_io_kwargs` for its modality. Intake sets the item's own; the renderer's hook merges the options of model and
     request. `options` are processor options of this item alone, canonical JSON as well.
 
     `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,

@@ -4,7 +4,7 @@ Theory of operation. Requests of one priority are shared out by deficit round ro
 tenant in turn is served until what it has been served exceeds its credit, which each turn raises by `_QUANTUM` tokens.
 One whose request has cost more owes that; what is left of a turn, or owed, is kept while it does not wait. One that
 begins to wait is the next if it has some left (as new flows of RFC 8290): so who asks now and then does not wait for a
-turn of all others. Within a tenant the same is done between requests with media and those without, so
+turn of all others. Within a tenant the same is done between requests with media and requests without, so
 that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if so many
 wait that the newest could not be served by its deadline, the newest: then some are still served in time, and not all
 too late.
@@ -26,11 +26,11 @@ from typing import Final, Generic, TypeVar
 
 from medialane.gateway.admission.flow import Flow
 
-#: One of so many requests served is the oldest.
+#: Every n-th request served is the oldest.
 _FLOOR: Final = 16
-#: Tokens of a turn: about those of a short text, so that turns are short.
+#: Tokens of a turn: about a short text's, so that turns are short.
 _QUANTUM: Final = 128
-#: Credits that are kept of those that do not wait, and empty priorities.
+#: Number of kept credits of flows that do not wait, and of empty priorities.
 _MAX_IDLE: Final = 256
 
 _numbers = count()
@@ -38,7 +38,7 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits, of so many `tokens`, by which it is charged. `deadline` is on the queue's clock. One that
+    """A request that waits; it is charged by its `tokens`. `deadline` is on the queue's clock. One that
     may not be refused is never dropped."""
 
     flow: Flow

@@ -327,7 +327,7 @@ class StoreFeatures:
             content = await self._fairness.run(len(data), lambda: content_hash(data))
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
 
-    async def _ask(  # noqa: PLR0917 - they are those of `_find`
+    async def _ask(  # noqa: PLR0917 - the same as of `_find`
         self, ref: MediaRef, call: Callable[[int], Call], timeline: StageTimeline, budget: ImageBudget, form: Form
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""

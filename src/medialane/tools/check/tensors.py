@@ -22,7 +22,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.media import Modality
 from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation, Relation
 
-#: Whose tensors: plain vLLM's, medialane's, those of Hugging Face's `AutoProcessor`.
+#: Whose tensors: plain vLLM's, medialane's, and of Hugging Face's `AutoProcessor`.
 Source = Literal["plain", "ours", "hugging_face"]
 
 

@@ -108,7 +108,7 @@ _SETTLE_S: Final = 1.5
 
 
 class RunningServer(NamedTuple):
-    """`base_url` is without /v1. `process_id` is that of the first of its processes, None if it runs elsewhere."""
+    """`base_url` is without /v1. `process_id` is the id of the first of its processes, None if it runs elsewhere."""
 
     base_url: str
     process_id: int | None

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddingPlan(msgspec.Struct, frozen=True, array_like=True):
-    """The embeddings of one request by mm_hash, as sent to EngineCore: those to load, and those to save if the item is
+    """The embeddings of one request by mm_hash, as sent to EngineCore: to be loaded, or to be saved if the item is
     encoded. `request_id` is the request's id in the front end."""
 
     request_id: str

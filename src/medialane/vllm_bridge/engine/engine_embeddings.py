@@ -115,7 +115,7 @@ class EngineEmbeddings:
 
 
 def _weights(config: VllmConfig) -> str:
-    """Return the version of the model's weights; empty if it is unknown, as that of a model that is not downloaded."""
+    """Return the version of the model's weights; empty if it is unknown, as of a model that is not downloaded."""
     try:
         return weights_version(config)
     except UnknownEncoder:

@@ -15,7 +15,7 @@ TESTED_VLLM = "0.32.0"
 #: `override`: our subclass defines it and vLLM calls ours; `parameters` are all of its parameters, in order.
 #: `replace`: we replace it by our own; `parameters` as for `override`, unless it is a class.
 #: `order`: values are passed or decoded by position: `parameters` are all of them, in order.
-#: `read`: a class, object or module of which we use `attributes`.
+#: `read`: a class, object or module whose `attributes` we use.
 Kind = Literal["call", "override", "replace", "order", "read"]
 
 Process = Literal["gateway", "worker", "check"]
@@ -69,7 +69,7 @@ _ROW = re.compile(
 
 def _seams(text: str) -> tuple[Seam, ...]:
     """Return the seams of rows that begin with their kind. `.name` is a member of the class of the row before, `:name`
-    is in its module; `called_in` needs no module if it is that of `where`."""
+    is in its module; `called_in` needs no module if it is the same as in `where`."""
     seams: list[Seam] = []
     for row in re.split(rf"\n *(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:]:
         seams.append(_seam(row.strip(), before=seams[-1].where if seams else ""))
