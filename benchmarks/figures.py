@@ -133,7 +133,7 @@ def details() -> str:
 
 def _section(name: str) -> str:
     result = _result(name)
-    # Its own page has them, with what was measured.
+    # Its own page shows what they are computed from.
     bars = (
         ["[Beside other gateways](../../docs/comparisons/sessions.md)", ""]
         if name == SESSIONS.stem
@@ -216,7 +216,7 @@ def comparison() -> str:
     result = _result("sessions")
     return _with_table(
         SESSIONS,
-        "\n".join([_measured_on(result), *result.notes["sessions"], "", _tables(result), *_bars(result.bars)]),
+        "\n".join([_measured_on(result), *result.notes["sessions"], "", _tables(result)]),
     )
 
 
