@@ -117,7 +117,7 @@ class GatewayAddresses(NamedTuple):
 
 
 def prebuild(model: str, vllm_args: Sequence[str]) -> None:
-    """In the process that gateways are forked from: build what those for this model and these flags start with. No
+    """In the process that gateways are forked from: build what gateways for this model and these flags start with. No
     thread remains. Raises StartupFailed, or what vLLM raises."""
     warm_up()
     build_frontend(model, untraced_flags(vllm_args))

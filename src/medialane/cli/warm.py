@@ -219,7 +219,7 @@ def become(request: WaitingFork, supervisor: int, by_imports: Mapping[str, str])
 
 
 def _renumber(descriptors: list[int], numbers: list[int]) -> None:
-    """Give descriptors these numbers, inheritable as those that a process was started with."""
+    """Give descriptors these numbers, inheritable as the ones that a process was started with."""
     for position, number in enumerate(numbers):
         for later in range(position + 1, len(descriptors)):
             if descriptors[later] == number:

@@ -65,7 +65,7 @@ class HostRun(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """Those of processes that accept connections."""
+        """Addresses of processes that accept connections."""
         return [*(word for fd in self.pass_fds for word in ("--listen-fd", str(fd))), *self.common_flags]
 
 

@@ -161,7 +161,7 @@ def _adapter(word: str) -> str:
 def process_specs(
     groups: Sequence[ModelGroup], config: Config, vllm_args: Sequence[str], run: local.HostRun
 ) -> list[ProcessSpec]:
-    """Return the specifications of all processes; `config` and `vllm_args` are those of all models. Raises
+    """Return the specifications of all processes; `config` and `vllm_args` apply to all models. Raises
     StartupFailed."""
     engines = [local.engines_of(group.config) for group in groups]
     num_engines = sum(each.total for each in engines)

@@ -44,7 +44,7 @@ class JobResult:
 
 class Job:
     """What one preparer does for one item: `ask` makes the request of the job's id, `key` is equal for all jobs that do
-    the same, and is that of the feature if it makes one.
+    the same, and is the feature's if it makes one.
 
     Owns a pin on the encoded bytes (`source`), if it needs some, and, once the preparer has reported the sizes, a range
     of the arena (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published.

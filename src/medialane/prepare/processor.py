@@ -164,7 +164,7 @@ class Assembler(Protocol):
     def place(
         self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
     ) -> Sequence[PlaceholderRange | None]:
-        """Return where the items of an expanded prompt are, of which `ranges` say only offset and length: None for an
+        """Return where the items of an expanded prompt are, whose `ranges` say only offset and length: None for an
         item whose placeholder is not there. Raises InvalidFeature, PromptTooLong."""
         ...
 

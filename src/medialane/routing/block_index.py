@@ -302,8 +302,8 @@ class PendingBlocks:
             self.forget(prefix)
 
     def prefixes(self, ids: BlockIds, slots: int, *, beyond: int = 0) -> Prefixes:
-        """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of those of more than `beyond`
-        blocks; too short by at most a third, or 8 blocks."""
+        """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of prefixes of more than
+        `beyond` blocks; too short by at most a third, or 8 blocks."""
         places = _stored_places(len(ids))
         prefixes, length = [], 0
         for place in places[bisect_left(places, beyond) :]:

@@ -109,7 +109,7 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     has the lock of `slot`.
 
     `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
-    of the features' keys. `scraped` is the kind of a client whose page of metrics has those of the store, too, if they
+    of the features' keys. `scraped` is the kind of a client whose page of metrics has the store's, too, if they
     are exposed there (`StoreStatus.exposed_by`).
     """
 

@@ -88,7 +88,7 @@ class Capabilities:
 
 
 class PeerServer:
-    """`serve` once, and `close` in any case. Stores may read our arena by `mover`, too; if it is preferred, those that
+    """`serve` once, and `close` in any case. Stores may read our arena by `mover`, too; if it is preferred, stores that
     leave the choice to us are offered it."""
 
     def __init__(

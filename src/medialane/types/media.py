@@ -28,7 +28,7 @@ Modality = Literal["image", "video", "audio"]
 class Alias(msgspec.Struct, frozen=True):
     """A client's name for an item (vLLM's `uuid`), and the item options given with it. It never identifies content.
 
-    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `owner` is that of
+    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `owner` is the owner of
     the reference: different owners have different names, whatever their salts.
     """
 

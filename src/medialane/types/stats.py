@@ -67,7 +67,7 @@ class PullStats(msgspec.Struct, frozen=True):
 
 class EmbeddingStats(msgspec.Struct, frozen=True):
     """Embeddings (outputs of models' encoders) that were found in the arena, cached after an engine wrote them, and
-    dropped as it did not; calls that waited for another engine. Ranges that are reserved for writing, and those that
+    dropped as it did not; calls that waited for another engine. Ranges that are reserved for writing, and ranges that
     are freed when a process no longer writes there."""
 
     num_found: int = 0

@@ -58,7 +58,7 @@ PROTOCOL_VERSION = 13
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Sent first by a worker that has connected to a gateway. `name` identifies it for operators; `worker_id` and
-    `card` are those of its Welcome."""
+    `card` are from its Welcome."""
 
     version: int = PROTOCOL_VERSION
     name: str

@@ -5,7 +5,7 @@ tenant in turn is served until what it has been served exceeds its credit, which
 One whose request has cost more owes that; what is left of a turn, or owed, is kept while it does not wait. One that
 begins to wait is the next if it has some left (as new flows of RFC 8290): so who asks now and then does not wait for a
 turn of all others. Within a tenant the same is done between requests with media and requests without, so
-that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if so many
+that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if that many
 wait that the newest could not be served by its deadline, the newest: then some are still served in time, and not all
 too late.
 

@@ -221,7 +221,7 @@ def _version(path: str) -> tuple[int, ...]:
 
 
 class Admission:
-    """The admitted requests, at most `limit`, of which one tenant has a share. One event loop."""
+    """The admitted requests, at most `limit`, and per tenant a share of that. One event loop."""
 
     def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._admitted: set[RequestScope] = set()

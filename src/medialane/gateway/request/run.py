@@ -69,7 +69,7 @@ _BACK_S = 2.0
 #: all at once, and new requests must not wait behind all of their prefills.
 MOVING_PER_WORKER = 16
 
-#: So long at most each counts: of an answer that is not streamed, the first output is the last.
+#: Most seconds that each counts: of an answer that is not streamed, the first output is the last.
 _MOVING_S = 1.0
 
 _MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
@@ -384,7 +384,7 @@ class RequestRunner:
         return num_items > 0
 
     def untransferable(self, error: MedialaneError, prepared: PreparedPrompt | None) -> MedialaneError:
-        """Return the error of a request of which no attempt is left, after the last one's: a failed hand-over is a
+        """Return the error of a request without further attempts, after the last one's: a failed hand-over is a
         matter of ours."""
         if not isinstance(error, HandoverFailed):
             return error

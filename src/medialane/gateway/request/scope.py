@@ -63,7 +63,7 @@ class RequestScope:
     line of the log.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
-    queues, `arrival` is the request among those that wait there, unless it `passes_by`, and `preparation` that of its
+    queues, `arrival` is the request among the waiting ones there, unless it `passes_by`, and `preparation` that of its
     media.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one). `record` is what remains of

@@ -253,7 +253,7 @@ class StoreFeatures:
 
     async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> StagedItem:
         """Return the feature of tensors that a client has sent, which are written to the arena unless it has them. Its
-        key is that of the tensors: it is the content hash of the result and of its reference."""
+        key is the tensors': it is the content hash of the result and of its reference."""
         num_bytes = sum(spec.nbytes for spec in item.specs)
         self._check_fits(ref, num_bytes)
         content = await self._fairness.run(

@@ -1,4 +1,4 @@
-"""Media of the check: parts of messages, the items whose tensors are compared, and how many of which plain vLLM accepts
+"""Media of the check: parts of messages, the items whose tensors are compared, and how many of them plain vLLM accepts
 in a prompt. They are generated: nothing is read from the network.
 """
 

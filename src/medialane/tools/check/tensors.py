@@ -35,8 +35,8 @@ class TensorTask(msgspec.Struct, frozen=True):
 
 
 class ItemTensors(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One item. `stage` is the one in which medialane serves such items. `errors` are of those that refuse it; if plain
-    vLLM or medialane does, there are no fields."""
+    """One item. `stage` is the one in which medialane serves such items. `errors` are of the programs that refuse it;
+    if plain vLLM or medialane does, there are no fields."""
 
     item: str
     modality: Modality

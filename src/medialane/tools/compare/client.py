@@ -81,7 +81,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """`number` is the request's. Status 0: there was no whole response, and `error` says why.
 
     `sent_s` is when it was sent, in seconds of the turn, `late_s` how much later than it should have been. `ttft_s` and
-    `tpot_s` (time per output token after the first) are None where nothing was streamed. `token_ids` are those of the
+    `tpot_s` (time per output token after the first) are None where nothing was streamed. `token_ids` are the ids of the
     first choice, `text` is what it says; `document` is an answer that is no text, such as embeddings.
     """
 

@@ -151,7 +151,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficComparison:
-    """What is compared, and how. `metrics_key` opens the metrics of medialane. `turns` are those that have begun, in
+    """What is compared, and how. `metrics_key` opens the metrics of medialane. `turns` are the ones that have begun, in
     order, of each side."""
 
     traffic: Traffic

@@ -81,7 +81,7 @@ def _fault(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None
 
 @dataclass
 class StepEmbeddings(ECConnectorMetadata):  # type: ignore[misc]  # vllm is not typed
-    """What the model's processes do in one step, from the scheduler. `fills` are by request, then by mm_hash; those of
+    """What the model's processes do in one step, from the scheduler. `fills` are by request, then by mm_hash; fills of
     the requests in `ended` must not be written any more."""
 
     loads: dict[str, TensorDescriptor] = field(default_factory=dict)

@@ -206,7 +206,7 @@ def encoder_digest(config: VllmConfig) -> str:
 
 def _media_settings(media: Any) -> list[str]:
     """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
-    normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
+    normalised. Not whether the engine has a language model: an encoder's digest equals the workers'."""
     own = [field.name for field in fields(media) if field.name.startswith("mm_encoder_")]
     return ["mm_device_do_normalize", *(name for name in own if name != "mm_encoder_only")]
 

@@ -135,7 +135,7 @@ class ModelProfile:
 
     @cached_property
     def unfit(self) -> Mapping[Modality, str]:
-        """Why stage `features` is not used for requests with a modality, of those for which it is not."""
+        """Why stage `features` is not used for requests with a modality, by modality, where it is not."""
         return learn_unfit(self)
 
     @property
@@ -236,7 +236,7 @@ logger = logging.getLogger(__name__)
 
 
 def learn_unfit(profile: ModelProfile) -> Mapping[Modality, str]:
-    """Return why stage `features` is not used for requests with a modality, of those for which it is not."""
+    """Return why stage `features` is not used for requests with a modality, by modality, where it is not."""
     processor = profile.processor
     modalities = [modality for modality in SAMPLES if modality in accepted_modalities(processor)]
     if unknown := unknown_modalities(processor):

@@ -1,4 +1,4 @@
-"""Headers of items that nobody has processed: in most families they are functions of the media's size.
+"""Headers of unprocessed items: in most families they are functions of the media's size.
 
 Theory of operation. A header has the shapes of an item's large tensors, and the values of its small ones: grids,
 counts, masks. Whether these depend on the content of the media is declared nowhere, so it is found out at start: a

@@ -120,7 +120,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        #: Decoding one takes 20 us or more, of which each position has as many as the client wants.
+        #: Decoding one takes 20 us or more, and each position has as many as the client wants.
         self.texts: dict[int, str] = {}
         self.processor = LogprobsProcessor(
             tokenizer=tokenizer,
