@@ -7,7 +7,7 @@ earns what each of the others is served, up to `_SAVED` tokens, so that a tenant
 them gets its share, too. One that begins to wait is the next if it has some left (as new flows of RFC 8290): so who
 asks now and then does not wait for a turn of all others. Within a tenant the same is done between requests with media
 and those without, so that text does not wait behind media. Among requests of one tenant and kind the earliest deadline
-is next; if that many wait that the newest could not be served by its deadline, the newest: then some are still served
+is next; if so many wait that the newest could not be served by its deadline, the newest: then some are still served
 in time, and not all too late.
 
 A lower number is more urgent. Every `_FLOOR`-th request served is the one that has waited longest, whatever its
