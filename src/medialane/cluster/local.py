@@ -27,9 +27,8 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
-from medialane.wire import listener
 from medialane.wire.address import consecutive_ports, format_tcp
-from medialane.wire.listener import bind_http, check_listen
+from medialane.wire.listener import bind_http, check_listen, check_port
 from medialane.wire.security import Security, check_address
 from medialane.worker.config import WorkerConfig
 
@@ -83,7 +82,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
     reason that is known before."""
     cluster = config.cluster
     Security.load(config.rpc)
-    check_port(config.server.host, config.server.port)
+    bind_http(config.server.host, config.server.port).close()
     if config.gateway.join_listen:
         check_join_listen(config, cluster.resolved_num_gateways(usable_cores()))
     elif not (cluster.num_workers or config.gateway.render_only):
@@ -98,7 +97,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
 def check_metrics_ports(config: WorkerConfig, num_ports: int) -> None:
     """Raise StartupFailed if workers of this host could not serve their metrics."""
     for port in range(config.metrics_port, config.metrics_port + num_ports) if config.metrics_port else ():
-        listener.check_port(config.metrics_host, port, "--metrics-port")
+        check_port(config.metrics_host, port, "--metrics-port")
 
 
 def check_join_listen(config: Config, num_gateways: int = 1) -> None:
@@ -126,11 +125,6 @@ def check_encoders(config: Config) -> None:
         )
     if config.transfer.transport not in ("auto", "shm"):
         raise StartupFailed(f"--encoders needs --transport auto or shm, not {config.transfer.transport}")
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise StartupFailed if the gateway could not listen on this address."""
-    bind_http(host, port).close()
 
 
 def with_port(config: Config) -> Config:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from medialane.cli import render
 from medialane.cli.gateway_command import check_api_key
 from medialane.cli.serve import announce, for_ray
 from medialane.config import Config, load_config, settings_environ
@@ -232,6 +233,10 @@ def test_announcement_reflects_the_flags_relevant_to_clients():
 def test_announcement_of_a_pooling_model_has_an_endpoint_that_it_has():
     text = announce(load_config({}, environ={}), "m", ["--runner=pooling"])
     assert "http://127.0.0.1:8000/pooling" in text
+
+
+def test_address_of_the_render_endpoint_is_announced():
+    assert "/v1/chat/completions/render" in announce(render.without_workers(Config()), "model", [])
 
 
 def test_secrets_in_the_command_line_are_refused_with_ray():

@@ -389,9 +389,9 @@ async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_th
 @pytest.mark.parametrize("may_refuse", [True, False])
 async def test_request_admitted_in_the_iteration_of_its_deadline_is_served_once(may_refuse):
     resource = await busy()
-    task = await resource.asking("prepared", 5, timeout_s=0.01, may_refuse=may_refuse)
-    asyncio.get_running_loop().call_later(0.02, resource.end)
-    time.sleep(0.05)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
+    task = await resource.asking("prepared", 5, timeout_s=0.3, may_refuse=may_refuse)
+    asyncio.get_running_loop().call_later(0.31, resource.end)
+    time.sleep(0.35)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
     async with asyncio.timeout(10):
         await task
     assert resource.served == ["prepared"]

@@ -13,7 +13,6 @@ from PIL import Image as PILImage
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline, TimelineReport
-from medialane.observability.timeline import ReportedStep
 from medialane.prepare import Described
 from medialane.store import (
     AliasResolved,
@@ -47,7 +46,8 @@ DATA = picture()
 
 
 def found(**changed):
-    fields = {"feature": FEATURE, "timeline": TimelineReport((ReportedStep("decode", 0.5, 0.6),), 1, 0, 100)} | changed
+    timeline = msgspec.convert(((("decode", 0.5, 0.6),), 1, 0, 100), TimelineReport)  # 0.5 s, begun 0.6 s ago
+    fields = {"feature": FEATURE, "timeline": timeline} | changed
     return ItemFound(7, 1, ENTRY, "hash", True, **fields)
 
 

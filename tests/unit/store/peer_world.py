@@ -68,10 +68,16 @@ def pattern(key: str, num_bytes: int) -> bytes:
 
 async def connect(address: str) -> PeerConnection:
     """Return a registered connection to a store, to misbehave on."""
-    peer = PeerConnection()
-    await dial(address, peer, AUTHENTICATION)
+    peer = await dialled(address)
     await peer.send(PeerHello("0" * 32))
     await peer.receive(decode_from_source)
+    return peer
+
+
+async def dialled(address: str) -> PeerConnection:
+    """Return a connection on which nothing has been sent."""
+    peer = PeerConnection()
+    await dial(address, peer, AUTHENTICATION)
     return peer
 
 
