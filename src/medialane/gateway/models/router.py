@@ -16,7 +16,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_plus
 
 import aiohttp
@@ -30,7 +30,6 @@ from medialane.gateway.http.access import (
     responding,
     send_unauthorized,
 )
-from medialane.gateway.http.middleware import Scope, Send
 from medialane.gateway.http.responses import (
     REQUEST_ID,
     WITHOUT_LENGTH,
@@ -42,7 +41,7 @@ from medialane.gateway.http.responses import (
     usable_id,
 )
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
-from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
+from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge
 from medialane.gateway.models.model_name import ModelSearch, search_of
 from medialane.gateway.models.served_models import (
     GatewayRequest,
@@ -56,6 +55,9 @@ from medialane.gateway.models.served_models import (
 from medialane.observability.logging import request_id
 from medialane.runtime.tasks import first_of
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneError, ModelRequired, ModelUnavailable
+
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

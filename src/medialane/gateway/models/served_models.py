@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -28,11 +28,13 @@ from yarl import URL
 from medialane.gateway.http.access import STATE_PATH
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
-from medialane.gateway.http.middleware import Send
 from medialane.gateway.http.responses import NO_STORE, send_response
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable
 from medialane.wire.listener import has_listener
+
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Send
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +218,7 @@ _NOT_ASKED = frozenset({b"content-length", b"content-type", b"accept", b"accept-
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 _HAS_LABEL = re.compile(rb'[{,]model_name="')
 
-Handler = Callable[[Headers, Send], Awaitable[None]]
+Handler = Callable[[Headers, "Send"], Awaitable[None]]
 
 
 class _Answer(NamedTuple):

@@ -139,7 +139,7 @@ class OperatorEndpoints:
         """Raises MedialaneError."""
         what, _, query = path.partition("?")
         if what == "part":
-            return msgspec.json.encode(await self._part(is_asked=False))
+            return msgspec.json.encode(await self._part())
         if what == "requests":
             return msgspec.json.encode(RequestList(self._own_requests(*_wanted(query))))
         record = self._recent.find(query_fields(query, ("id",)).get("id", ""))
@@ -182,7 +182,7 @@ class OperatorEndpoints:
             if now - self._made_at < self._interval_s * 0.9:
                 return self._document
             others, _ = await asyncio.gather(self._ask_others("part"), self._refresh_store())
-            parts: dict[str, GatewayPart | None] = {self._index: await self._part(is_asked=True)}
+            parts: dict[str, GatewayPart | None] = {self._index: await self._part()}
             parts |= {index: _decoded(answer, GatewayPart) for index, answer in others.items()}
             await asyncio.sleep(0)
             state = await whole_state(
@@ -195,11 +195,10 @@ class OperatorEndpoints:
             self._document, self._made_at = msgspec.json.encode(state), now
             return self._document
 
-    async def _part(self, *, is_asked: bool) -> GatewayPart:
+    async def _part(self) -> GatewayPart:
         health = self._health()
         own = GatewayView(
             self._index,
-            is_asked,
             up=True,
             pid=os.getpid(),
             started_at=self._started_at,
