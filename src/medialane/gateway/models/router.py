@@ -5,8 +5,6 @@ which is read no further than that (`model_name`). The gateways check keys. To k
 body is read here only for callers that have some key of this server; and what answers for several models asks each with
 the caller's own key. A request that names no model is refused: vLLM's default, its first name, would let a client get
 the answer of a model that it did not mean.
-
-Websockets are passed on as the requests that they begin with: gateways answer those, and accept none.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from medialane.gateway.http.access import (
     AccessKeys,
     RouteKind,
     given_key,
-    responding,
+    refuse_websocket,
     send_unauthorized,
 )
 from medialane.gateway.http.responses import (
@@ -66,14 +64,6 @@ _MODEL = b"model="
 #: Of a body that is passed on unread, whose limit the gateway knows.
 _NO_LIMIT = 1 << 62
 
-#: A handshake, which the server has answered to parse it.
-_HANDSHAKE = (
-    (b"connection", b"Upgrade"),
-    (b"upgrade", b"websocket"),
-    (b"sec-websocket-version", b"13"),
-    (b"sec-websocket-key", b"bWVkaWFsYW5lLXJvdXRlcg=="),
-)
-
 
 class Exchange:
     """`path` is that of the request without `root_path`, `asked` the model in its query. What is read of its body is
@@ -84,8 +74,7 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self.path: str = scope["path"].removeprefix(root_path)
-        self.is_websocket: bool = scope["type"] == "websocket"
-        self.method: str = "GET" if self.is_websocket else scope["method"]
+        self.method: str = scope["method"]
         self.asked = _asked_model(scope["query_string"])
         self.has_body = self.method not in WITHOUT_BODY and (
             self.header(b"content-length") not in (b"", b"0") or bool(self.header(b"transfer-encoding"))
@@ -104,8 +93,6 @@ class Exchange:
         """Return the headers that a gateway gets, with the client's address."""
         removed = {CLIENT_HEADER} if self.has_body else {CLIENT_HEADER, b"content-length"}
         headers = [each for each in end_to_end(self.scope["headers"]) if each[0] not in removed]
-        if self.is_websocket:
-            headers = [each for each in headers if not each[0].startswith(b"sec-websocket-")] + list(_HANDSHAKE)
         return [*headers, address_header(self.scope)]
 
     def target(self, *, named: bool) -> bytes:
@@ -274,15 +261,14 @@ class NameRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await receive()  # websocket.connect
-        send = responding(scope, send)
+            return await refuse_websocket(send)
         exchange = Exchange(scope, receive, send, memory=self._memory, config=self._config, root_path=self._root_path)
         id_token = request_id.set(usable_id(given_id(scope)))
         own = IdentifiedSend(send, request_id.get())
         try:
             await self._serve(exchange, own)
         except ClientDisconnected:
-            return
+            return None
         except MedialaneError as error:
             logger.info("%s %s: %s", exchange.method, exchange.path, error.message)
             await send_error(own, error, error_form({**scope, "path": exchange.path}))
@@ -348,7 +334,7 @@ def _identified(exchange: Exchange) -> Headers:
 def _is_of_any(exchange: Exchange) -> bool:
     """Return whether every model would give the same answer. A file of the page has a suffix, other paths have none."""
     is_file = exchange.path.startswith(PAGE_PATH) and "." in exchange.path.removeprefix(PAGE_PATH)
-    return exchange.path in _OF_ANY or exchange.is_websocket or exchange.method == "OPTIONS" or is_file
+    return exchange.path in _OF_ANY or exchange.method == "OPTIONS" or is_file
 
 
 #: Their endpoints find that the name is no adapter's either (`_maybe_get_adapters`), and do not list the others.
