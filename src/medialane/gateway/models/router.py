@@ -46,6 +46,7 @@ from medialane.gateway.models.served_models import (
     Headers,
     Model,
     OfAllModels,
+    RefusedByModel,
     ServedModels,
     end_to_end,
     send_body,
@@ -147,7 +148,7 @@ class Exchange:
 
     async def _relay(self, model: Model, request: GatewayRequest) -> None:
         """Raises ModelUnavailable, aiohttp.ClientError."""
-        async with model.gateways.opened(request) as response:
+        async with model.opened(request) as response:
             headers = end_to_end(response.raw_headers)
             if response.status in WITHOUT_LENGTH:
                 headers = [each for each in headers if each[0].lower() != b"content-length"]
@@ -261,14 +262,17 @@ class NameRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            return await refuse_websocket(send)
+            await refuse_websocket(send)
+            return
         exchange = Exchange(scope, receive, send, memory=self._memory, config=self._config, root_path=self._root_path)
         id_token = request_id.set(usable_id(given_id(scope)))
         own = IdentifiedSend(send, request_id.get())
         try:
             await self._serve(exchange, own)
         except ClientDisconnected:
-            return None
+            return
+        except RefusedByModel as refused:
+            await send_body(own, refused.answer.status, refused.answer.body, refused.answer.content_type)
         except MedialaneError as error:
             logger.info("%s %s: %s", exchange.method, exchange.path, error.message)
             await send_error(own, error, error_form({**scope, "path": exchange.path}))
