@@ -5,7 +5,7 @@ machine. All policies get the same requests.
 
 `new images`: sessions in which no image is known, at the rate that keeps workers that encode themselves 80 % busy, for
 several speeds of the encoder. `aggregated`: the workers encode, `encoders`: further workers that only encode do,
-`auto`: by the gateway's own rule (`routing.encode_choice`). `nothing kept` is `aggregated` without an arena for
+`auto`: by the gateway's own rule (`routing.cost`). `nothing kept` is `aggregated` without an arena for
 embeddings. There are as many workers in all of these, so the rows with encoders have more GPUs; `equal GPUs` compares
 eight GPUs with eight.
 

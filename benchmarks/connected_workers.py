@@ -45,7 +45,10 @@ from medialane.wire import (
     decode_to_worker,
 )
 
-CARD = ModelCard(model="none", max_model_len=8192, block_size=16, processor={"model": "none"})
+#: Each has room for what all requests send to it between two reports: what is measured is the gateway's CPU.
+CARD = ModelCard(
+    model="none", max_model_len=8192, block_size=16, processor={"model": "none"}, max_num_batched_tokens=1 << 17
+)
 PROMPT_TOKENS = 512
 _MAX_FRAME_BYTES = 1 << 20
 _CONNECTED_S = 120.0
@@ -59,7 +62,7 @@ def _frame(message: msgspec.Struct) -> bytes:
     return bytes(buffer)
 
 
-_REPORTS = [_frame(LoadReport((WorkerLoad(number % 7, number % 3, 0.3),))) for number in range(21)]
+_REPORTS = [_frame(LoadReport((WorkerLoad(number % 7, 0, number % 3 / 10),))) for number in range(21)]
 
 
 class _PlayedWorker(asyncio.Protocol):

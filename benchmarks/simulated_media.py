@@ -1,7 +1,7 @@
 """Where the media of simulated requests are encoded: by workers, by encoders, or by cost; and what a host keeps of it.
 
 For `simulated_cluster`: the embeddings of all workers and encoders of a host are in one arena (`EmbeddingStore`). The
-choice is that of the gateway (`routing.encode_choice`).
+choice is that of the gateway (`routing.cost`).
 """
 
 from __future__ import annotations

@@ -61,6 +61,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
+def fairness():
+    """How the event loop of a test is shared out."""
+    from medialane.runtime.tasks import LoopFairness
+
+    found = LoopFairness()
+    yield found
+    found.close()
+
+
+@pytest.fixture
 def become_another_user(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Have this process take itself for one of another user, until the end of the test or `monkeypatch.undo`."""
     return lambda: monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)

@@ -47,6 +47,22 @@ def pytest_xdist_make_scheduler(config, log):
     return FileScheduling(config, log)
 
 
+@pytest.fixture
+def private_folder():
+    """Makes folders as an engine has one for its sockets. They are removed in the end."""
+    from medialane.vllm_bridge.engine.plugin import PrivateFolder
+
+    made = []
+
+    def make():
+        made.append(PrivateFolder())
+        return made[-1]
+
+    yield make
+    for folder in reversed(made):
+        folder.remove()
+
+
 @pytest.fixture(scope="session")
 def renderer(tiny_model):
     from vllm_configs import renderer_of

@@ -14,7 +14,7 @@ from medialane.types.feature import Feature, PlacedFeature, PreparedPrompt
 from medialane.types.hashing import content_hash, feature_key, merged_options
 from medialane.types.media import MediaRef
 from medialane.vllm_bridge.items import VllmFrameSampler
-from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
+from model_parts import request_processor
 from vllm_configs import vllm_args as parsed
 
 
@@ -57,7 +57,7 @@ class PreparingBackend(FakeBackend):
         super().__init__(image_token=0)
         profile = frontend.profile
         self._sampler = VllmFrameSampler(frontend.config.model_config, max_sampled_frames=64)
-        self._processor = RequestProcessor(profile, self._sampler)
+        self._processor = request_processor(profile, self._sampler)
         self._assembler = profile.assembler(max_tokens=frontend.config.model_config.max_model_len)
         self._tensors = {}
         self.predicts, self.num_prepared = True, 0

@@ -15,8 +15,9 @@ from medialane.types.errors import InvalidEmbeds, InvalidFeature
 from medialane.types.feature import MediaPayload
 from medialane.types.request import SourcePrompt
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, InlineTensor, TensorSpec, decode_embeds
-from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds, EmbedsReader, SourceRenderer
+from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds, EmbedsReader
 from medialane.vllm_bridge.learned import ModelProfile
+from model_parts import source_renderer
 from vllm_configs import renderer_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -45,9 +46,7 @@ async def embeds_renderer(tiny_model):
 
 @pytest.fixture
 def source(embeds_renderer):
-    source = SourceRenderer(
-        embeds_renderer, embeds_renderer.model_config, ModelProfile(embeds_renderer.get_mm_processor())
-    )
+    source = source_renderer(embeds_renderer, ModelProfile(embeds_renderer.get_mm_processor()))
     source.accept_embeds(ACCEPTED)
     yield source
     source.close()

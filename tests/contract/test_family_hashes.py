@@ -15,7 +15,7 @@ from medialane.testing.sample_media import sample_jpeg
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import DecodedItem, EncodedItem
 from medialane.types.media import MediaRef
-from medialane.vllm_bridge.frontend.render import VllmMediaHasher
+from medialane.vllm_bridge.frontend import VllmMediaHasher
 from medialane.vllm_bridge.items import VllmFrameSampler
 from medialane.vllm_bridge.seams.multimodal import processor_of, video_backend
 from medialane.vllm_bridge.seams.vision_chunk import takes_chunks

@@ -10,7 +10,7 @@ from medialane.types.hashing import canonical_options
 from medialane.types.media import AudioSamples, FrameBatch, Image
 from medialane.vllm_bridge.items import expand_marks
 from medialane.vllm_bridge.learned import ModelProfile
-from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
+from model_parts import request_processor
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.
@@ -69,7 +69,7 @@ def of_family(family_renderer):
     def made(name):
         profile = ModelProfile(family_renderer(name).get_mm_processor())
         expand_marks(profile.processor)
-        return RequestProcessor(profile), profile.assembler(max_tokens=4096)
+        return request_processor(profile), profile.assembler(max_tokens=4096)
 
     return made
 

@@ -15,7 +15,7 @@ from medialane.types.request import ExpandedPrompt
 from medialane.vllm_bridge.items import VllmProcessor, decode_item, engine_media, expand_marks, tokenizes_blanks
 from medialane.vllm_bridge.items.mistral_chat import blank_part
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
-from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
+from model_parts import request_processor
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.
@@ -101,7 +101,7 @@ class Halves:
         self.renderer = renderer
         self.profile = ModelProfile(renderer.get_mm_processor())
         expand_marks(self.profile.processor)
-        self.processor = RequestProcessor(self.profile)
+        self.processor = request_processor(self.profile)
         self.assembler = VllmAssembler(self.profile.processor)
         self.checker = self.profile.checker
 

@@ -10,8 +10,7 @@ from tiny_families import FAMILIES, family_params
 from medialane.types.feature import MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.media import Image
-from medialane.vllm_bridge.items import VllmProcessor
-from medialane.vllm_bridge.items.header_values import PlaceholderLayouts
+from medialane.vllm_bridge.items import PlaceholderLayouts, VllmProcessor
 from medialane.vllm_bridge.learned import ModelProfile
 
 pytestmark = [

@@ -28,12 +28,11 @@ from medialane.vllm_bridge.items import (
     decode_item_without_tensors,
     engine_media,
 )
-from medialane.vllm_bridge.items.features import INLINE_BYTES
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.learned.assembler import placeholder_ranges
 from medialane.vllm_bridge.learned.item_shape import trial_image
-from medialane.vllm_bridge.learned.processor_factory import RequestProcessor
 from medialane.vllm_bridge.seams.multimodal import process_whole
+from model_parts import request_processor
 
 IMAGE = "<|image_pad|>"
 
@@ -263,7 +262,7 @@ def test_processor_is_served_in_stage_features_with_the_same_prompts(made, cls):
     processor = made(cls)
     profile = ModelProfile(processor)
     assert not profile.unfit
-    heavy, assembler, checker = RequestProcessor(profile), VllmAssembler(processor), profile.checker
+    heavy, assembler, checker = request_processor(profile), VllmAssembler(processor), profile.checker
     images = [trial_image(820, 400), trial_image(420, 300), trial_image(1300, 64)]
     token_ids = processor.info.get_tokenizer().encode(f"a{IMAGE}b{IMAGE}{IMAGE}", add_special_tokens=False)
     whole = process_whole(processor, token_ids, {"image": [engine_media(image) for image in images]})
@@ -287,7 +286,7 @@ def test_stage_features_is_given_up_at_start_for_a_reason(made, cls, reason):
     assert reason in profile.unfit["image"]
     assert "\n" not in profile.unfit["image"]
     assert profile.checker  # of a worker
-    RequestProcessor(profile)  # of a preparer
+    request_processor(profile)  # of a preparer
     is_accepted = cls not in (AllRefused, Broken, TwoItems, LibraryMissing, FileMissing)
     assert profile.fallback_stages == {"image": "decoded" if is_accepted else "url"}
 
@@ -311,7 +310,7 @@ class CountedBySize(Plain):
 )
 def test_tensors_that_the_number_of_tokens_does_not_follow_from_are_those_without_options(made, options, accepted):
     """The model would fail with any others, and its engine with it: vLLM compares neither."""
-    requests = RequestProcessor(ModelProfile(made(CountedBySize)))
+    requests = request_processor(ModelProfile(made(CountedBySize)))
     with nullcontext() if accepted else pytest.raises(InvalidRequest) as refused:
         requests.process(trial_image(820, 400), options)
     assert accepted or refused.value.status == 400
@@ -322,7 +321,7 @@ def test_whole_numbers_are_those_without_options(made):
         def fields(self, width, height, kwargs):
             return super().fields(width, height + kwargs.get("shift", 0), kwargs)
 
-    requests = RequestProcessor(ModelProfile(made(Shifted)))
+    requests = request_processor(ModelProfile(made(Shifted)))
     with pytest.raises(InvalidRequest, match="change rows of the image") as refused:
         requests.process(trial_image(820, 400), b'{"shift":1}')
     assert refused.value.param == "mm_processor_kwargs"
@@ -361,7 +360,7 @@ def test_only_what_is_read_is_added_to_the_header(made):
     item = VllmProcessor(made(CountedByMask)).process(trial_image(820, 400), b"{}")
     stand_in = decode_item_without_tensors(item.header)
     assert int(stand_in["mask"].data.sum()) == 820 // 32
-    assert stand_in["mask"].data.nbytes > INLINE_BYTES
+    assert stand_in["mask"].data.nbytes > 16 * 1024  # a tensor, if it were not read
     assert {spec.shape for spec in item.specs} == {(3, 64, 64), (64, 3000)}
 
 
@@ -418,7 +417,7 @@ class RefusesNoise(OwnPixels):
 
 def test_header_is_described_unless_it_has_content(made):
     profile = ModelProfile(made(OwnPixels))
-    requests = RequestProcessor(profile)
+    requests = request_processor(profile)
     assert profile.assembler(max_tokens=99).predicted == {"image"}
     for width, height in ((451, 211), (640, 480), (73, 75)):
         image = trial_image(width, height)
@@ -429,7 +428,7 @@ def test_header_is_described_unless_it_has_content(made):
 
 
 def test_header_to_which_options_add_content_is_not_described(made):
-    requests = RequestProcessor(ModelProfile(made(OwnPixels)))
+    requests = request_processor(ModelProfile(made(OwnPixels)))
     size = MediaSize(width=640, height=480)
     assert requests.describe("image", size, b'{"other":1}') == requests.describe("image", size, NO_OPTIONS)
     assert requests.describe("image", size, b'{"mean":1}') is None
@@ -440,4 +439,4 @@ def test_headers_of_a_processor_that_looks_at_content_are_not_predicted(made, cl
     profile = ModelProfile(made(cls))
     assert not profile.unfit
     assert not profile.assembler(max_tokens=99).predicted
-    assert RequestProcessor(profile).describe("image", MediaSize(width=640, height=480), NO_OPTIONS) is None
+    assert request_processor(profile).describe("image", MediaSize(width=640, height=480), NO_OPTIONS) is None

@@ -3,14 +3,12 @@
 import copy
 import json
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image as PILImage
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-from medialane.prepare import FactoryConfig
 from medialane.types.errors import InvalidImage, PromptRejected, PromptTooLong
 from medialane.types.feature import Feature
 from medialane.types.media import Image, MediaSize
@@ -19,7 +17,7 @@ from medialane.vllm_bridge.items import VllmProcessor, decode_item, encode_item
 from medialane.vllm_bridge.items.header_values import stand_in
 from medialane.vllm_bridge.learned import ModelProfile
 from medialane.vllm_bridge.learned.item_shape import trial_video
-from medialane.vllm_bridge.learned.processor_factory import RequestProcessor, build_processor
+from model_parts import preparers_processor, request_processor
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 
@@ -95,7 +93,7 @@ def test_prompt_assembled_from_headers_equals_vllm(renderer, processor, assemble
 def test_tensor_input_gives_the_same_tensors_as_in_a_request(renderer, size):
     profile = ModelProfile(renderer.get_mm_processor())
     assert profile.accepts_tensors  # this model's image processor is torch-based: the fast path is used
-    processor = RequestProcessor(profile)
+    processor = request_processor(profile)
     array = pixels(*size)
     assert_same(
         processor.process(Image(array), b"{}"), whole(renderer, prompt(renderer, 1), [array])["mm_kwargs"]["image"][0]
@@ -218,6 +216,6 @@ def test_model_whose_requests_may_have_no_items_of_a_modality_is_served(tiny_mod
     assert frontend.profile.unfit == {}
     assert frontend.profile.checker
     frontend.renderer.shutdown()
-    prepared = build_processor(msgspec.json.encode(FactoryConfig(model=str(tiny_model), vllm_args=args)))
+    prepared = preparers_processor(tiny_model, *args)
     media = Image(np.zeros((56, 56, 3), np.uint8)) if modality == "video" else trial_video()
     assert prepared.process(media, b"{}").specs

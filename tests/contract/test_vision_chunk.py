@@ -96,9 +96,16 @@ async def test_references_pass_through_vllms_chunks(hook):
         [(ChunkSource(source), "a uuid"), (ChunkSource(other), None)], None, ["image"] * 2
     )
     assert hook.takes_chunks
-    uuids = {"vision_chunk": ["a uuid"]}
-    found = await hook._references({"vision_chunk": chunks}, uuids, None)  # before anything is prepared
-    assert found == (source, other)
+    prepared = []
+
+    async def prepare(prompt):
+        prepared.append(prompt.items)
+        raise InvalidRequest("enough")
+
+    hook.backend.prepare = prepare
+    with pytest.raises(InvalidRequest, match="enough"):
+        await hook.process([1], {"vision_chunk": chunks}, {"vision_chunk": ["a uuid"]})
+    assert prepared == [(source, other)]
 
 
 def test_videos_are_refused(hook):

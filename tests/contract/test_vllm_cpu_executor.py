@@ -10,8 +10,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from medialane.vllm_bridge.engine.engine_options import engine_args
 from medialane.vllm_bridge.seams import cpu
+from model_parts import engine_config
 
 pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM does so itself"),
@@ -21,7 +21,7 @@ pytestmark = [
 
 def executor(model, *flags):
     """The class that vLLM uses for these flags."""
-    return Executor.get_class(engine_args(str(model), ["--max-model-len=512", *flags]).create_engine_config())
+    return Executor.get_class(engine_config(model, "--max-model-len=512", *flags))
 
 
 def test_single_process_runs_the_model_if_possible(tiny_model):
@@ -53,8 +53,7 @@ def cores():
 def make_executor(tiny_model, monkeypatch):
     """Makes the executor of a model that is not loaded."""
     monkeypatch.setattr(UniProcExecutor, "_init_executor", lambda _self: None)  # vLLM's: it loads the model
-    args = engine_args(str(tiny_model), ["--max-model-len=512"])
-    return lambda: cpu.CpuExecutor(args.create_engine_config())
+    return lambda: cpu.CpuExecutor(engine_config(tiny_model, "--max-model-len=512"))
 
 
 def test_cpu_affinity_equals_vllms(make_executor, cores, monkeypatch):

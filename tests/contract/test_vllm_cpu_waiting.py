@@ -8,7 +8,7 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-from medialane.vllm_bridge.engine.plugin import PrivateFolder, register
+from medialane.vllm_bridge.engine.plugin import register
 from medialane.vllm_bridge.seams import cpu as cpu_waiting
 
 cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
@@ -28,11 +28,9 @@ def condition_of(reader):
 
 
 @cpu_only
-def test_plugin_replaces_the_condition_of_message_queues(vllms_condition):
-    folder = PrivateFolder()
-    folder.enter()
+def test_plugin_replaces_the_condition_of_message_queues(vllms_condition, private_folder):
+    private_folder().enter()
     register()
-    folder.remove()
     assert shm_broadcast.SpinCondition is cpu_waiting.Spinning
 
 

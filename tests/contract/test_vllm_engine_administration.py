@@ -10,7 +10,6 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from medialane.observability import MetricMirror, MetricReader
-from medialane.observability.worker_metrics import PREFIX
 from medialane.types.admin import (
     AddLora,
     IsPaused,
@@ -95,7 +94,7 @@ async def test_engine_metrics_are_forwarded_completely(vllm_engine, text):
     assert prompt_tokens() == before + len(text.token_ids)
     carried = {family.name for family, _, _ in mirror.samples()}
     assert carried >= {m.name for m in get_metrics_snapshot()}
-    assert all(name.startswith(PREFIX) for name in carried)
+    assert all(name.startswith("vllm:") for name in carried)
 
 
 async def test_statistics_are_logged_at_vllms_interval(vllm_engine, monkeypatch):

@@ -7,21 +7,17 @@ import pytest
 from vllm import envs
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from medialane.vllm_bridge.engine.plugin import PrivateFolder
 from medialane.vllm_bridge.seams.engine_core import use_socket_folder
 
 
-def test_executors_meet_in_the_private_folder():
+def test_executors_meet_in_the_private_folder(private_folder):
     use_socket_folder()
-    folder = PrivateFolder()
+    folder = private_folder()
     folder.enter()
-    try:
-        for executor in (uniproc_executor, multiproc_executor):
-            found = urlsplit(executor.get_file_store_init_method())
-            assert found.scheme == "file"
-            assert os.path.dirname(found.path) == str(folder.path)
-    finally:
-        folder.remove()
+    for executor in (uniproc_executor, multiproc_executor):
+        found = urlsplit(executor.get_file_store_init_method())
+        assert found.scheme == "file"
+        assert os.path.dirname(found.path) == str(folder.path)
 
 
 @pytest.mark.vllm

@@ -1,9 +1,7 @@
 """Processor settings: equal where features mean the same, different where they do not."""
 
-import msgspec
 import pytest
 
-from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.learned import ModelProfile, processor_settings
 from vllm_configs import frontend_config
 
@@ -39,11 +37,11 @@ def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags):
     """A gateway refuses a store that processes media otherwise."""
     from huggingface_hub import constants
 
-    from medialane.vllm_bridge.learned.processor_factory import build_processor
+    from model_parts import preparers_processor
 
     is_offline = constants.HF_HUB_OFFLINE
     try:
-        processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
+        processor = preparers_processor(tiny_model, *flags)
     finally:
         constants.HF_HUB_OFFLINE = is_offline
     assert processor.settings == settings_of(*flags)

@@ -12,8 +12,7 @@ from medialane.types.errors import InvalidFeature, PromptRejected
 from medialane.types.feature import PlaceholderRange
 from medialane.types.media import MediaSize
 from medialane.types.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.items import decode_item, encode_item
-from medialane.vllm_bridge.items.header_values import PlaceholderLayouts
+from medialane.vllm_bridge.items import PlaceholderLayouts, decode_item, encode_item
 from medialane.vllm_bridge.learned import ModelProfile
 from medialane.vllm_bridge.learned.validation import check_ranges
 

@@ -17,7 +17,7 @@ from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.runtime.stop import Stop
 from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.frontend.http_server import check_http, serve_http, uvicorn_config
-from medialane.vllm_bridge.seams.arguments import parse_vllm_args
+from vllm_configs import vllm_args
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -40,7 +40,7 @@ class App:
 
 
 def config(*flags):
-    return uvicorn_config(App(), parse_vllm_args("model", flags))
+    return uvicorn_config(App(), vllm_args("model", flags))
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ class Server:
         self.stop = Stop()
         self.given_up = asyncio.Event()
         self._drain_timeout_s = drain_timeout_s
-        self._args = parse_vllm_args("model", flags)
+        self._args = vllm_args("model", flags)
 
     async def __aenter__(self):
         self._sock = socket.socket()
@@ -176,12 +176,12 @@ def test_ciphers_follow_the_flag(files):
 @pytest.mark.parametrize("flags", [["--ssl-ciphers=nonsense"], ["--ssl-ca-certs=/nowhere"]])
 def test_invalid_tls_configuration_fails_the_start(files, flags):
     with pytest.raises(StartupFailed, match="TLS"):
-        check_http(parse_vllm_args("model", [*files, *flags]))
+        check_http(vllm_args("model", [*files, *flags]))
 
 
 def test_ssl_refresh_requires_certificate_files():
     with pytest.raises(StartupFailed, match="--enable-ssl-refresh"):
-        check_http(parse_vllm_args("model", ["--enable-ssl-refresh"]))
+        check_http(vllm_args("model", ["--enable-ssl-refresh"]))
 
 
 def test_certificate_that_cannot_be_used_is_refused_before_anything_changes(files, tmp_path):

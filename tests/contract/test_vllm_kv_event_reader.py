@@ -10,7 +10,6 @@ from vllm.distributed import kv_events as vllm_events
 
 from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.engine.plugin import PrivateFolder
 from waiting import eventually
 
 DEADLINE_S = 10.0
@@ -19,9 +18,8 @@ DEADLINE_S = 10.0
 class Ranks:
     """Publishers as created by EngineCores, and what a reader reported."""
 
-    def __init__(self, num_ranks=1, *, silence_s=2.0, **settings):
-        self._folder = PrivateFolder()
-        self.reader = kv_events.KvEventReader(self._folder.path, silence_s=silence_s)
+    def __init__(self, folder, num_ranks=1, *, silence_s=2.0, **settings):
+        self.reader = kv_events.KvEventReader(folder, silence_s=silence_s)
         config = self.reader.config
         for name, value in settings.items():
             setattr(config, name, value)
@@ -56,7 +54,6 @@ class Ranks:
         await self.reader.close()
         for publisher in self.publishers:
             publisher.shutdown()
-        self._folder.remove()
 
 
 def folder_of(reader):
@@ -68,11 +65,11 @@ def removed(n):
 
 
 @pytest.fixture
-async def open_ranks():
+async def open_ranks(private_folder):
     opened = []
 
     def make(*args, **settings):
-        opened.append(Ranks(*args, **settings))
+        opened.append(Ranks(private_folder().path, *args, **settings))
         return opened[-1]
 
     yield make

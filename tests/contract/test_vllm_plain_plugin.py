@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from medialane.vllm_bridge.engine.plugin import PrivateFolder
-
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
 #: As in an engine's processes: vLLM loads plugins when these modules are there.
@@ -44,13 +42,9 @@ def test_plain_vllm_keeps_its_classes():
     assert all(module.startswith("vllm.") for module in found.values()), found
 
 
-def test_processes_of_our_engine_inherit_that_they_are_ours(monkeypatch):
+def test_processes_of_our_engine_inherit_that_they_are_ours(private_folder, monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    folder = PrivateFolder()
-    folder.enter()
-    try:
-        found = modules_of(dict(os.environ))
-    finally:
-        folder.remove()
+    private_folder().enter()
+    found = modules_of(dict(os.environ))
     assert found["decoder"].startswith("medialane."), found
     assert found["rendezvous"].startswith("medialane."), found

@@ -16,8 +16,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from medialane.types.errors import StartupFailed
-from medialane.vllm_bridge.seams.arguments import parse_vllm_args
 from medialane.vllm_bridge.server_flags import UNSUPPORTED_FLAGS
+from vllm_configs import vllm_args
 from vllm_flag_table import PROCESSOR_GROUPS, flag_table
 
 pytestmark = pytest.mark.timeout(120)
@@ -85,25 +85,25 @@ def test_every_rejected_flag_is_tested():
 @pytest.mark.parametrize("name", GIVEN)
 def test_flag_without_effect_is_rejected(name):
     with pytest.raises(StartupFailed, match=r"is not for vLLM here|grpc"):
-        parse_vllm_args("model", GIVEN[name])
+        vllm_args("model", GIVEN[name])
 
 
 def test_vllms_ban_of_redirects_is_rejected(monkeypatch):
     """vLLM fetches nothing here: a ban without effect would leave an operator unprotected."""
     monkeypatch.setenv("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     with pytest.raises(StartupFailed, match="--media-max-redirects 0"):
-        parse_vllm_args("model", [])
+        vllm_args("model", [])
 
 
 def test_flag_in_a_config_file_is_rejected_too(tmp_path):
     (tmp_path / "flags.yaml").write_text("uds: /tmp/x\n")
     with pytest.raises(StartupFailed, match="--uds is not for vLLM here"):
-        parse_vllm_args("model", ["--config", str(tmp_path / "flags.yaml")])
+        vllm_args("model", ["--config", str(tmp_path / "flags.yaml")])
 
 
 def test_different_model_after_the_double_dash_is_rejected():
     with pytest.raises(StartupFailed, match="--model is not for vLLM here"):
-        parse_vllm_args("model", ["--model", "another"])
+        vllm_args("model", ["--model", "another"])
 
 
 def recorded_table():
@@ -126,7 +126,7 @@ def out_of_bounds(kind):
     ],
 )
 def test_number_out_of_the_recorded_bounds_is_rejected_by_vllm(flag, number, tiny_model):
-    args = parse_vllm_args(str(tiny_model), [f"{flag}={number}", "--enforce-eager", "--enable-lora"])
+    args = vllm_args(str(tiny_model), [f"{flag}={number}", "--enforce-eager", "--enable-lora"])
     with pytest.raises(ValueError, match="Input should be greater than"):
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
 

@@ -8,11 +8,20 @@ from medialane.types.errors import TooManyFrames
 from medialane.types.feature import MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaSize
-from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.seams import multimodal
+from model_parts import source_renderer
 from video_clips import clip
 
 MOST = 16
+
+
+class Renderer:
+    """Keeps the media that a worker has loaded, without a model."""
+
+    async def render_cmpl_async(self, prompts):
+        self.media = prompts[0]["multi_modal_data"]
+        return [{"type": "multimodal", "prompt_token_ids": [1], "mm_hashes": prompts[0]["multi_modal_uuids"]}]
 
 
 @pytest.fixture
@@ -20,12 +29,15 @@ def load(monkeypatch):
     """Decode a clip of so many frames with a request's options, as a worker's loader of this name."""
     monkeypatch.setattr(multimodal.opencv, "decode_opencv", multimodal.vllm_decode)
     multimodal.limit_sampled_frames(MOST)
-    source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
+    renderer = Renderer()
+    source = source_renderer(renderer, config=SimpleNamespace(multimodal_config=None))
 
     async def decode(total, backend, **options):
         monkeypatch.setattr("medialane.vllm_bridge.engine.source_prompt.video_backend", lambda _config: backend)
         item = MediaPayload("video", "h", b"", (), MediaSize(), io=canonical_options(options), param="here")
-        found = await source._encoded(item, memoryview(clip(total)))  # without vLLM's renderer, which needs a model
+        prompt = SourcePrompt([1], (item,), stage="url")
+        await source.render(EngineRequest("r", prompt, b""), prompt, [[memoryview(clip(total))]])
+        (found,) = renderer.media["video"]
         return len(found[0] if isinstance(found, tuple) else found.media[0])
 
     yield decode

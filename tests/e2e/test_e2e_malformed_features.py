@@ -37,10 +37,9 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 @pytest.fixture(scope="module")
 def processor(serve):
     """The processor that preparers run."""
-    from medialane.prepare import FactoryConfig
-    from medialane.vllm_bridge.learned.processor_factory import build_processor
+    from model_parts import preparers_processor
 
-    return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
+    return preparers_processor(serve.model)
 
 
 def pixels(seed):

@@ -54,7 +54,6 @@ def measure(file: Path) -> None:
 
 async def serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
     from medialane.cli import gateway
-    from medialane.cli.reloading import Reloading
 
     tune_process()
     configure(config.logging)
@@ -67,7 +66,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
         with bind_unix(path) as sock:
             addresses = gateway.GatewayAddresses([f"unix:{worker}"], f"unix:{store}")
             routing = asyncio.create_task(route(config.gateway, model, path, port, folder))
-            await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
+            await gateway.serve(gateway_program.reloading(config), model, flags, addresses=addresses, sock=sock)
             routing.cancel()
             await asyncio.wait([routing])
     await workers.close()

@@ -90,13 +90,19 @@ def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
     # vllm reads its environment when it is imported.
     enter_environ(config, None, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
     from medialane.cli import gateway, store  # noqa: F401 - vLLM, once for both processes
-    from medialane.cli.reloading import Reloading
 
     store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
     store.Fetcher = _fetcher
     store.prebuild(config, model, flags, os.environ)
-    with _forked(lambda: store.run_store(Reloading(config), model, flags, f"unix:{folder}/store")):
+    with _forked(lambda: store.run_store(reloading(config), model, flags, f"unix:{folder}/store")):
         uvloop.run(serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
+
+
+def reloading(config: Config) -> Any:
+    """The settings as commands take them. Nothing reloads them."""
+    from medialane.cli.reloading import Reloading
+
+    return Reloading(config)
 
 
 def _fetcher(*args: Any, **kwargs: Any) -> Fetcher:
@@ -125,7 +131,6 @@ def _forked(run_store: Callable[[], int]) -> Iterator[None]:
 
 async def serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
     from medialane.cli import gateway
-    from medialane.cli.reloading import Reloading
 
     worker, store = f"unix:{folder}/worker", f"unix:{folder}/store"
     handler = AgreeingWorker(card=FAKE_CARD)
@@ -135,7 +140,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
         async with mapping(handler, config, store):
             with bind_http("127.0.0.1", port) as sock:
                 addresses = gateway.GatewayAddresses([worker], store)
-                await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
+                await gateway.serve(reloading(config), model, flags, addresses=addresses, sock=sock)
     finally:
         await server.close()
 

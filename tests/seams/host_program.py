@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import msgspec
 from gates import PULL, Gates
 
-from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
+from medialane.cluster import ProcessSpec, SocketExists, Supervisor
 from medialane.config import ClusterConfig, load_config
 from medialane.runtime.phase import watched
 from medialane.runtime.stop import stopped_by_signals
@@ -31,6 +31,7 @@ from medialane.types.media import MediaRef
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.wire import RpcConfig
 from medialane.worker import serve_worker
+from supervised import running
 
 GATEWAYS = ("gateway-0", "gateway-1")
 WORKERS = ("worker-0", "worker-1")
@@ -200,6 +201,7 @@ async def gateway(folder: Path, name: str) -> int:
     from medialane.gateway import GatewayConfig, StoreFeatures
     from medialane.routing import RoutingConfig
     from medialane.runtime.tasks import LoopFairness
+    from medialane.store import SendData, StoreLink
     from medialane.testing.fake_processor import FakeProcessor
     from medialane.types.hashing import digest
 
@@ -210,13 +212,24 @@ async def gateway(folder: Path, name: str) -> int:
             await gates.passed("before find")
             return await super().processed(ref, *arguments, **options)
 
-        async def _write(self, *arguments) -> None:
-            await gates.passed("upload")
-            await super()._write(*arguments)  # the copy alone: what is counted and hashed does not wait
+    class GatedLink(StoreLink):
+        async def call(self, make, answer=None, **options):
+            async def gated(question):
+                if isinstance(question, SendData):
+                    await gates.passed("upload")
+                return await answer(question)
+
+            return await super().call(make, answer and gated, **options)
 
     settings = dict(FakeProcessor.settings)
     client = StoreClientTask(
-        address(folder, "store"), str(folder), rpc=RpcConfig(), wait_timeout_s=60.0, writable=True, processor=settings
+        address(folder, "store"),
+        str(folder),
+        link=GatedLink,
+        rpc=RpcConfig(),
+        wait_timeout_s=60.0,
+        writable=True,
+        processor=settings,
     )
     fairness = LoopFairness()
     features = GatedFeatures(client.link, processor_digest=digest(settings), fairness=fairness, media=MEDIA)

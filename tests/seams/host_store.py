@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from medialane.arena import Arena
@@ -14,6 +15,7 @@ from medialane.prepare import PreparerPool
 from medialane.runtime.tasks import LoopFairness
 from medialane.store import (
     Aliases,
+    EncodedStore,
     Items,
     MediaLeases,
     PublishedImages,
@@ -42,14 +44,21 @@ def store_address(arena: Arena) -> str:
 class StoreClientTask:
     """A link that stays connected until `close`."""
 
-    def __init__(self, address: str, directory: str, **settings: object) -> None:
+    def __init__(self, address: str, directory: str, *, link: type[StoreLink] = StoreLink, **settings: object) -> None:
         settings = {"rpc": RPC, "wait_timeout_s": WAIT_S, **settings}
-        self.link = StoreLink(address, arena_directory=directory, **settings)
+        self.link = link(address, arena_directory=directory, **settings)
         self._running = asyncio.create_task(self.link.run())
 
     async def close(self) -> None:
         self._running.cancel()
         await asyncio.wait([self._running])
+
+
+@asynccontextmanager
+async def fetching(arena: Arena, media: MediaConfig) -> AsyncIterator[Fetcher]:
+    """What a store fetches by, into `arena`."""
+    async with Fetcher(media, open_body=EncodedStore(arena, media).open) as fetcher:
+        yield fetcher
 
 
 class HostStore:

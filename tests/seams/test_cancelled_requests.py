@@ -18,22 +18,20 @@ import msgspec
 import pytest
 import uvicorn
 from gateway_parts import MEDIA, FakeWorker, Parts, png, request
+from host_store import fetching
 from prometheus_client import CollectorRegistry
 
 from http_origin import HttpOrigin
+from intakes import Intake
 from medialane.gateway import (
     BoundedServer,
     GatewayConfig,
-    IntakeMiddleware,
     ScopeMiddleware,
     current_scope,
     http_bounds,
 )
 from medialane.media import MediaConfig
-from medialane.media.fetch import Fetcher
 from medialane.observability import Metrics
-from medialane.runtime.tasks import LoopFairness
-from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.feature import MediaPrompt
 from waiting import eventually
@@ -109,9 +107,8 @@ class Served:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        fairness, metrics = LoopFairness(), Metrics(CollectorRegistry())
-        config = GatewayConfig()
-        intake = IntakeMiddleware(self.app, MEDIA, config, fairness)
+        config, metrics = GatewayConfig(), Metrics(CollectorRegistry())
+        intake = Intake(self.app, config, MEDIA)
         self._middleware = ScopeMiddleware(intake, metrics)
         settings = uvicorn.Config(self.counted, interface="asgi3", lifespan="off", log_config=None)
         server = BoundedServer(settings, bounds=http_bounds(config))
@@ -124,7 +121,7 @@ class Served:
                 server.should_exit = True
                 await task
                 metrics.close()
-                fairness.close()
+                intake.close()
 
     async def connect(self, ask: Ask, *, sent_bytes: int | None = None) -> asyncio.StreamWriter:
         """Send a request, or only so much of its body."""
@@ -158,7 +155,7 @@ async def served(arena, preparers):
             worker = FakeWorker(f"{folder}/w.sock", arena=arena)
             await worker.start()
             async with (
-                Fetcher(media, open_body=EncodedStore(arena, media).open) as fetcher,
+                fetching(arena, media) as fetcher,
                 Parts(arena, preparers, [worker], fetcher=fetcher) as parts,
             ):
                 served = Served(parts, preparers, worker, arena, origin)

@@ -9,16 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 from gateway_parts import UNCOUNTED, Parts, png
-from host_store import HostStore
+from host_store import HostStore, fetching
 from PIL import Image as PILImage
 
 from audio_maker import by_ffmpeg, hours_of_silence, tones
 from http_origin import HttpOrigin, answer
 from medialane.gateway import open_scope
 from medialane.media import MediaConfig
-from medialane.media.fetch import Fetcher
 from medialane.observability import StageTimeline
-from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import (
     ArenaFull,
@@ -60,16 +58,9 @@ async def origin():
 
 
 @asynccontextmanager
-async def fetching(arena, **limits):
-    config = MediaConfig(**LOCAL, **limits)
-    async with Fetcher(config, open_body=EncodedStore(arena, config).open) as fetcher:
-        yield fetcher
-
-
-@asynccontextmanager
 async def source_of(arena, preparers=None, **limits):
     media = MediaConfig(**LOCAL, **limits)
-    async with fetching(arena, **limits) as fetcher, HostStore(arena, preparers, fetcher, media=media) as store:
+    async with fetching(arena, media) as fetcher, HostStore(arena, preparers, fetcher, media=media) as store:
         yield store.features
 
 
@@ -371,7 +362,7 @@ async def test_sixteen_bodies_of_one_request_arrive_concurrently(arena, preparer
 
     origin.routes = {f"/{n}": write for n in range(16)}
     items = tuple(image(origin.url(f"/{n}"), n) for n in range(16))
-    async with fetching(arena) as fetcher, Parts(arena, preparers, [], fetcher=fetcher) as parts:
+    async with fetching(arena, MediaConfig(**LOCAL)) as fetcher, Parts(arena, preparers, [], fetcher=fetcher) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(MediaPrompt([PLACEHOLDER_TOKEN] * 16, items))
     assert origin.num_connections == 16

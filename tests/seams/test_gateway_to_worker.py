@@ -114,8 +114,8 @@ async def test_first_token_is_when_the_worker_has_it_whether_or_not_the_answer_i
         with open_scope() as scope:
             await parts.answer(prompt(), max_tokens=20, token_s=0.05, streams=streams)
     timeline, record = scope.timeline, scope.record
-    assert 0.05 <= timeline.seconds["first_token"] < 0.9  # the other tokens take 0.95 s
     assert record.total_ms > 1000
+    assert 50 <= timeline.seconds["first_token"] * 1000 < record.total_ms - 900  # the other tokens take 0.95 s
     assert record.first_token_ms == pytest.approx(timeline.seconds["first_token"] * 1000)
     assert timeline.seconds["first_token"] * 1000 <= record.ttft_ms < record.total_ms - 900
 

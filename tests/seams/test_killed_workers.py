@@ -15,12 +15,13 @@ from gateway_parts import Parts, png, prompt
 from host_store import store_address
 
 from host_state import as_before, state_of
-from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
+from medialane.cluster import ProcessSpec, SocketExists, Supervisor
 from medialane.config import ClusterConfig
 from medialane.gateway import open_scope
 from medialane.types.errors import NoWorkerReady, WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from process_ends import ProcessEnds
+from supervised import running
 from waiting import eventually
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(60)]  # processes are started, and again

@@ -60,9 +60,9 @@ async def test_request_whose_worker_is_lost_halfway_is_answered_by_another(open_
     parts, workers = await open_parts(2)
     with open_scope():
         expected = await pooled(parts, prompt(png()), max_tokens=4)
-        running = asyncio.create_task(pooled(parts, prompt(png()), max_tokens=4, token_s=0.2))
+        running = asyncio.create_task(pooled(parts, prompt(png()), max_tokens=4, token_s=0.4))
         await eventually(lambda: any(worker.engine.num_reading for worker in workers))
-        await asyncio.sleep(0.5)  # time: two of four parts have been sent
+        await asyncio.sleep(0.6)  # time: the first of four parts has been sent, the last will be a second later
         (first,) = [worker for worker in workers if worker.engine.num_reading]
         if loss == "engine":
             first.engine.die()

@@ -19,6 +19,7 @@ from medialane.config import as_environ, load_config
 from medialane.gateway import open_scope
 from medialane.types.errors import AuthenticationFailed
 from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.wire import Security
 from waiting import eventually, wait_until
 
 SECRET = "a secret of the tests"
@@ -68,17 +69,26 @@ async def test_request_with_media_is_answered_over_tcp_with_secret_and_tls(worke
 
 @pytest.mark.timeout(60)
 async def test_gateway_with_another_secret_is_refused_and_both_logs_say_so(
-    worker, gateway_rpc, arena, preparers, caplog
+    worker, gateway_rpc, arena, preparers, tmp_path, caplog
 ):
-    wrong = msgspec.structs.replace(gateway_rpc, shared_secret="another secret of ours")
-    async with Parts(arena, preparers, [worker], rpc=gateway_rpc) as parts:
+    file, new = tmp_path / "gateway's secret", tmp_path / "new secret"
+
+    def keep(secret):
+        new.write_text(secret)
+        new.chmod(0o600)
+        new.rename(file)
+        Security.load.cache_clear()  # a process reads it once; this one is now like another
+
+    keep(SECRET)
+    rpc = msgspec.structs.replace(gateway_rpc, shared_secret="", secret_file=str(file))
+    async with Parts(arena, preparers, [worker], rpc=rpc) as parts:
         link = parts.links.links[worker.address]
-        link._rpc = wrong  # as if the worker had another secret from now on
+        keep("another secret of ours")
         await link.client.close()
         await eventually(lambda: isinstance(link.refusal, AuthenticationFailed))
         assert link.is_failing
         await eventually(lambda: "another secret" in worker.log.read_text())
-        link._rpc = gateway_rpc  # and now the gateway's again
+        keep(SECRET)
         await eventually(lambda: parts.links.num_ready)
         assert link.refusal is None
     assert "--rpc-secret-file" in caplog.text

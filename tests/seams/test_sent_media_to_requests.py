@@ -11,12 +11,12 @@ import pytest
 from gateway_parts import Parts, png
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
     ExtractedMedia,
     GatewayConfig,
-    IntakeMiddleware,
     MediaEndpoint,
     ScopeMiddleware,
     current_scope,
@@ -26,7 +26,6 @@ from medialane.gateway.http import LEASE_PATH, MEDIA_PATH, error_form, send_erro
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.tasks import LoopFairness
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import ClientDisconnected, InvalidRequest, MedialaneError, UnknownMedia
 from medialane.types.feature import MediaPrompt
@@ -46,17 +45,16 @@ class Server:
         keys_file.write_text("\n".join(lines))
         keys_file.chmod(0o600)
         self.config = GatewayConfig(keys=str(keys_file), **FAST, **config)
-        self.fairness, self.metrics = LoopFairness(), Metrics(CollectorRegistry())
+        self.intake, self.metrics = Intake(self._route, self.config), Metrics(CollectorRegistry())
         link, gateway = parts.store.link, parts.gateway
         self.endpoint = MediaEndpoint(
-            link, self.config, self.fairness, admit=gateway.admit, num_tokens=gateway.num_image_tokens
+            link, self.config, self.intake.fairness, admit=gateway.admit, num_tokens=gateway.num_image_tokens
         )
-        intake = IntakeMiddleware(self._route, MediaConfig(), self.config, self.fairness)
         self.keys = AccessKeys.load(self.config)
-        self.app = ScopeMiddleware(AccessMiddleware(intake, self.keys, self._route_of), self.metrics)
+        self.app = ScopeMiddleware(AccessMiddleware(self.intake, self.keys, self._route_of), self.metrics)
 
     def close(self):
-        self.fairness.close()
+        self.intake.close()
         self.metrics.close()
 
     def _route_of(self, scope):

@@ -13,19 +13,17 @@ import pytest
 from gateway_parts import Parts, png, prompt, ref, request
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
     ExtractedMedia,
     GatewayConfig,
-    IntakeMiddleware,
     ScopeMiddleware,
     current_scope,
     open_scope,
 )
-from medialane.media import MediaConfig
 from medialane.observability import Metrics
-from medialane.runtime.tasks import LoopFairness
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import ClientDisconnected, MedialaneError, UnknownMediaUuid
 from medialane.types.feature import MediaPrompt
@@ -42,14 +40,13 @@ class Server:
 
     def __init__(self, parts, config, api_keys=()):
         self.parts = parts
-        self.fairness, self.metrics = LoopFairness(), Metrics(CollectorRegistry())
-        intake = IntakeMiddleware(self._answer, MediaConfig(), config, self.fairness)
-        access = AccessMiddleware(intake, AccessKeys.load(config, api_keys), lambda scope: scope["path"])
+        self.intake, self.metrics = Intake(self._answer, config), Metrics(CollectorRegistry())
+        access = AccessMiddleware(self.intake, AccessKeys.load(config, api_keys), lambda scope: scope["path"])
         self.app = ScopeMiddleware(access, self.metrics)
         self.result = None
 
     def close(self):
-        self.fairness.close()
+        self.intake.close()
         self.metrics.close()
 
     async def _answer(self, _scope, receive, _send):

@@ -24,8 +24,7 @@ from medialane import __version__
 from medialane.cli import COMMANDS, parse_words
 from medialane.cli.flags import given_settings
 from medialane.config import load_config
-from medialane.wire import RpcConfig, parse_named, parse_tcp
-from medialane.wire.tls import Tls
+from medialane.wire import RpcConfig, Security, parse_named, parse_tcp
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -422,7 +421,7 @@ def test_secret_and_certificate_of_the_chart_are_accepted(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o600)
     files = {f"tls_{name}": str(tmp_path / f"{name}.pem") for name in ("cert", "key", "ca")}
-    Tls(RpcConfig(**files))  # connects to itself
+    Security.load(RpcConfig(**files))  # connects to itself
     assert len(found["stringData"]["secret"]) >= 32
     mounted = {
         volume["secret"]["secretName"]

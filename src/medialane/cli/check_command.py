@@ -22,13 +22,12 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, as_environ, foreign_environ, load_config, process_environ, vllm_defaults
 from medialane.gateway import metrics_key
-from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.media import items_named
-from medialane.tools.check.results import CheckReport, encode
+from medialane.tools.check.results import CheckReport, encode, show
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import CheckProgress, CheckSetup
-from medialane.tools.check.tensors import TensorReport, compare_tensors
+from medialane.tools.check.tensors import TensorReport, compare_tensors, show_tensors
 from medialane.types.errors import StartupFailed
 
 EXIT_INTERRUPTED = 130

@@ -23,7 +23,6 @@ from rich.table import Table
 
 from medialane.arena import kept_arenas
 from medialane.cli.flags import add_settings, given_settings
-from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
 from medialane.cluster.preflight import check_flags, check_model
 from medialane.config import Config, load_config, process_environ
@@ -31,6 +30,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.setting import format_bytes
 from medialane.vllm_bridge.seams.table import TESTED_VLLM
 from medialane.wire.address import TcpAddress, format_tcp
+from medialane.wire.listener import bind_http
 from medialane.worker.config import WorkerConfig
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -355,7 +355,7 @@ def check_open_files() -> Finding:
 def _port(config: Config) -> Finding:
     address = f"{config.server.host}:{config.server.port}"
     try:
-        check_port(config.server.host, config.server.port)
+        bind_http(config.server.host, config.server.port).close()
     except StartupFailed as error:
         return Finding("warn", address, error.message)
     return Finding("ok", f"{address} is free")

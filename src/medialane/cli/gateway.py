@@ -73,7 +73,7 @@ from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.observability.worker_metrics import engine_metrics
 from medialane.routing import Router
-from medialane.routing.encode_choice import EncodeCosts
+from medialane.routing.cost import EncodeCosts
 from medialane.runtime.phase import enter_phase, exits_of_host, hang_problems, show_ready, watched
 from medialane.runtime.resources import MemoryUse
 from medialane.runtime.stop import Stop, stopped_by_signals

@@ -10,7 +10,7 @@ from pathlib import Path
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source
 from medialane.cli.serving import enter_role
-from medialane.cluster.local import check_join_listen, check_port
+from medialane.cluster.local import check_join_listen
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import AccessKeys, client_keys
 from medialane.media import installed_kinds
@@ -20,7 +20,7 @@ from medialane.runtime.phase import enter_phase
 from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_named, parse_unix
-from medialane.wire.listener import check_listen
+from medialane.wire.listener import bind_http, check_listen
 from medialane.wire.security import check_address
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _check_addresses(config: Config, args: argparse.Namespace) -> None:
         check_listen(f"unix:{args.gateway_sockets[args.gateway_index or 0]}", "--gateway-socket", config.rpc)
         return
     if args.listen_fd is None and args.http_socket is None:
-        check_port(config.server.host, config.server.port)
+        bind_http(config.server.host, config.server.port).close()
     if config.gateway.join_listen:
         check_join_listen(config)
 

@@ -25,7 +25,7 @@ from medialane.cluster.placement import (
 )
 from medialane.cluster.preflight import check_flags, check_model, check_start
 from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.supervisor import Observer, Restarts, Supervisor, running
+from medialane.cluster.supervisor import Observer, Restarts, Supervisor
 from medialane.cluster.vllm_flags import (
     SECRET_FLAGS,
     engine_flags,
@@ -80,7 +80,6 @@ __all__ = [
     "place_engines",
     "processor_flags",
     "repositories",
-    "running",
     "send",
     "spawn_leader",
     "take_secrets",

@@ -27,9 +27,8 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
-from medialane.wire import listener
 from medialane.wire.address import consecutive_ports, format_tcp
-from medialane.wire.listener import bind_http, check_listen
+from medialane.wire.listener import bind_http, check_listen, check_port
 from medialane.wire.security import Security, check_address
 from medialane.worker.config import WorkerConfig
 
@@ -47,13 +46,16 @@ _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
 class HostRun(NamedTuple):
     """One run on this host: the folder of its sockets, the hardware that it may use, and what its processes inherit:
     variables of `environ`, and gateways, or the router before them, the socket `listener`. Store, workers, gateways and
-    router have the `common_flags`."""
+    router have the `common_flags`. One of several models on the host has a `label`, with which the names of its
+    processes begin; the others have `num_other_engines`."""
 
     folder: Path
     hardware: Hardware
     environ: Mapping[str, str]
     listener: socket.socket | None = None
     common_flags: Sequence[str] = ()
+    label: str = ""
+    num_other_engines: int = 0
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -64,13 +66,6 @@ class HostRun(NamedTuple):
     def flags(self) -> list[str]:
         """Those of processes that accept connections."""
         return [*(word for fd in self.pass_fds for word in ("--listen-fd", str(fd))), *self.common_flags]
-
-
-class ModelPlace(NamedTuple):
-    """One of several models on a host: the prefix of its processes' names, and how many engines the others have."""
-
-    label: str
-    num_other_engines: int
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -87,7 +82,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
     reason that is known before."""
     cluster = config.cluster
     Security.load(config.rpc)
-    check_port(config.server.host, config.server.port)
+    bind_http(config.server.host, config.server.port).close()
     if config.gateway.join_listen:
         check_join_listen(config, cluster.resolved_num_gateways(usable_cores()))
     elif not (cluster.num_workers or config.gateway.render_only):
@@ -102,7 +97,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
 def check_metrics_ports(config: WorkerConfig, num_ports: int) -> None:
     """Raise StartupFailed if workers of this host could not serve their metrics."""
     for port in range(config.metrics_port, config.metrics_port + num_ports) if config.metrics_port else ():
-        listener.check_port(config.metrics_host, port, "--metrics-port")
+        check_port(config.metrics_host, port, "--metrics-port")
 
 
 def check_join_listen(config: Config, num_gateways: int = 1) -> None:
@@ -130,11 +125,6 @@ def check_encoders(config: Config) -> None:
         )
     if config.transfer.transport not in ("auto", "shm"):
         raise StartupFailed(f"--encoders needs --transport auto or shm, not {config.transfer.transport}")
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise StartupFailed if the gateway could not listen on this address."""
-    bind_http(host, port).close()
 
 
 def with_port(config: Config) -> Config:
@@ -179,15 +169,11 @@ def process_specs(
     run: HostRun,
     *,
     store_socket: Path | None = None,
-    place: ModelPlace | None = None,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the warm process, the store, the workers, the encoders and the gateways; `place` is
-    for one of several models. With `config.cluster.ray` there are no workers here, and the gateways let them join.
-    Raises StartupFailed."""
+    """Return the specifications of the warm process, the store, the workers, the encoders and the gateways. With
+    `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
     folder, hardware, environ = run.folder, run.hardware, run.environ
-    engines, prefix = engines_of(config), ""
-    if place is not None:
-        engines, prefix = engines._replace(num_others=place.num_other_engines), f"{place.label} "
+    engines, prefix = engines_of(config)._replace(num_others=run.num_other_engines), f"{run.label} ".lstrip()
     placements = (
         place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
         if engines.total
@@ -285,7 +271,7 @@ def process_specs(
     first = [] if forks is None else [warm]
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     gateways = [gateway] if num_gateways == 1 else _sharing(gateway, folder, num_gateways=num_gateways)
-    if place is not None:
+    if run.label:
         paths = http_sockets(config, run)
         gateways = [_behind_router(each, path) for each, path in zip(gateways, paths, strict=True)]
     return [*first, store, *workers, *gateways]

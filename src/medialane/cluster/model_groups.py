@@ -167,10 +167,15 @@ def process_specs(
     num_engines = sum(each.total for each in engines)
     specs, served = [], []
     for number, (group, gpus) in enumerate(zip(groups, split_gpus(groups, run.hardware), strict=True)):
-        own = run._replace(folder=run.folder / str(number), hardware=replace(run.hardware, gpus=gpus), listener=None)
+        own = run._replace(
+            folder=run.folder / str(number),
+            hardware=replace(run.hardware, gpus=gpus),
+            listener=None,
+            label=group.label,
+            num_other_engines=num_engines - engines[number].total,
+        )
         own.folder.mkdir(mode=0o700)
-        place = local.ModelPlace(group.label, num_engines - engines[number].total)
-        specs += local.process_specs(group.config, group.model, group.vllm_args, own, place=place)
+        specs += local.process_specs(group.config, group.model, group.vllm_args, own)
         sockets = local.http_sockets(group.config, own)
         served.append(ServedModel(group.name, group.served_names, tuple(map(str, sockets)), adapters(group)))
     largest = max(group.config.media.max_body_bytes for group in groups)

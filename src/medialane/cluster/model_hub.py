@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import re
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from medialane.cluster.vllm_flags import flag_value
 from medialane.types.errors import StartupFailed
+
+T = TypeVar("T")
 
 #: Covers name resolution, TLS and both requests. Importing vLLM takes longer.
 DEADLINE_S = 4.0
@@ -102,18 +105,31 @@ def _query_file(url: str, token: str | None, timeout_s: float) -> str | None:
                 known = error.headers.get("x-error-code") == "GatedRepo"
                 return "requires an HF_TOKEN with access to it" if known else _UNKNOWN
             return None if error.code == 429 else f"returned status {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         return f"cannot be reached: {getattr(error, 'reason', error)}"
 
 
 def _within(seconds: float, work: Callable[[], str | None]) -> str | None:
-    """Return the result of `work`, run in a thread that is abandoned after the timeout: name resolution has none."""
-    done: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=lambda: done.put(work()), name="model hub", daemon=True).start()
+    """Return the result of `work`, which is abandoned after the timeout: name resolution has none."""
     try:
-        return done.get(timeout=seconds)
-    except queue.Empty:
+        return _in_thread(work).result(seconds)
+    except TimeoutError:
         return f"has not responded within {seconds:g} s"
+
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread that, unlike those of an executor, does not delay the exit of the process."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # who waits for it may be cancelled, and it goes on
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="model hub", daemon=True).start()
+    return done
 
 
 #: What vLLM leaves out, too (`transformers_utils/repo_utils.py`): weights, and what no processor reads.
@@ -167,29 +183,7 @@ async def fetch_files(
 ) -> None:
     """Bring the files of repositories, but their weights, and the code of others that they name, into this host's
     cache; what is there already is used if the hub cannot be reached. Raises StartupFailed."""
-    await _in_thread(lambda: _fetch_all(wanted, code_revision, download))
-
-
-async def _in_thread(work: Callable[[], None]) -> None:
-    """Run `work` in a thread that, unlike those of an executor, does not delay the exit of a cancelled process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def end(error: Exception | None) -> None:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
-
-    def run() -> None:
-        failure = None
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(end, failure)
-
-    threading.Thread(target=run, name="model files", daemon=True).start()
-    await done
+    await asyncio.wrap_future(_in_thread(lambda: _fetch_all(wanted, code_revision, download)))
 
 
 def _fetch_all(wanted: Sequence[Repository], code_revision: str | None, download: Download) -> None:

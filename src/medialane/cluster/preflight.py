@@ -19,12 +19,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from itertools import takewhile
 from pathlib import Path
 
 from medialane.cluster.model_hub import find_on_hub
 from medialane.cluster.placement import installed_version
-from medialane.cluster.vllm_flags import flag_table, flag_value, has_flag
+from medialane.cluster.vllm_flags import flag_table, flag_value, grouped, has_flag
 from medialane.types.errors import StartupFailed
 from medialane.vllm_bridge.server_flags import UNSUPPORTED_FLAGS
 
@@ -109,25 +108,22 @@ def check_flags(vllm_args: Sequence[str]) -> None:
             raise StartupFailed(f"vLLM flags after `--`: {flag} needs {needed}")
 
 
-def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> None:
+def _check_words(vllm_args: Sequence[str], flags: Mapping[str, str | list[str]]) -> None:
     numbers: dict[str, tuple[str, str]] = {}
-    for position, word in enumerate(words):
-        if word == "--" or not (word.startswith("--") or word.partition("=")[0] in flags):
-            continue  # a value, or an abbreviation with a single dash
-        spelling, equals, value = word.partition("=")
+    for _, (first, *words) in grouped(vllm_args):
+        spelling, equals, value = first.partition("=")
+        if first == "--" or not (first.startswith("--") or spelling in flags):
+            continue  # no flag, or an abbreviation with a single dash
         kind = _find(spelling, flags)
-        if kind is None:
+        if kind is None or kind == "flag":
             continue
-        if not equals and kind != "flag":
-            value = words[position + 1] if position + 1 < len(words) else "--"
-        if kind != "flag" and not equals and value.startswith("--"):
+        values = [value] if equals else words
+        if not values:
             raise StartupFailed(f"vLLM flags after `--`: {spelling} needs a value")
-        _check_value(spelling, value, kind)
-        if kind in ("many-int", "many-int?") and not equals:
-            for further in takewhile(lambda word: not word.startswith("--"), words[position + 2 :]):
-                _check_value(spelling, further, kind)
+        for each in values if kind in ("many-int", "many-int?") else values[:1]:
+            _check_value(spelling, each, kind)
         if isinstance(kind, str):
-            numbers[spelling.replace("_", "-")] = value, kind
+            numbers[spelling.replace("_", "-")] = values[0], kind
     for spelling, (value, kind) in numbers.items():  # vLLM's configuration gets only the last value of a flag
         _check_bounds(spelling, value, kind)
 

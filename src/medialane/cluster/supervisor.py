@@ -17,8 +17,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -244,16 +243,6 @@ class Supervisor:
         """Fail the start; only the first reason counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
-
-
-@asynccontextmanager
-async def running(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
-    """Run the supervisor's processes: ready inside the block, stopped after it. Raises StartupFailed."""
-    try:
-        await supervisor.start()
-        yield supervisor
-    finally:
-        await supervisor.stop()
 
 
 class ProcessSupervisor:

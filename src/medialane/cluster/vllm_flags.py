@@ -78,7 +78,7 @@ def _words(name: str, value: object) -> list[str]:
             return [f"--{name}", str(value)]
 
 
-def _grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag's full name with its words: itself as it is spelled, then its values."""
     group: list[str] = []
     for word in vllm_args:
@@ -97,8 +97,10 @@ def _values(words: list[str]) -> list[str]:
 
 
 def _is_flag(word: str) -> bool:
-    """As argparse: not a negative number, and not a text that begins with a dash."""
-    return word.startswith("-") and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+    """As argparse: not a negative number, not a text that begins with a dash, nor a dash alone."""
+    return (
+        word.startswith("-") and word != "-" and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+    )
 
 
 def _full_name(word: str) -> str:
@@ -116,7 +118,7 @@ def _full_name(word: str) -> str:
 def engine_flags(vllm_args: Sequence[str]) -> list[str]:
     """Return the flags without those that only a gateway uses."""
     frontend = flag_table()["frontend"]
-    return [word for name, words in _grouped(vllm_args) if name not in frontend for word in words]
+    return [word for name, words in grouped(vllm_args) if name not in frontend for word in words]
 
 
 def processor_flags(vllm_args: Sequence[str]) -> list[str]:
@@ -125,7 +127,7 @@ def processor_flags(vllm_args: Sequence[str]) -> list[str]:
     table = flag_table()
     return [
         word
-        for name, words in _grouped(vllm_args)
+        for name, words in grouped(vllm_args)
         if name not in SECRET_FLAGS and (name in table["processor"] or name not in table["flags"])
         for word in words
     ]
@@ -144,14 +146,14 @@ def untraced_flags(vllm_args: Sequence[str]) -> list[str]:
 
 
 def without_flags(vllm_args: Sequence[str], names: Collection[str]) -> list[str]:
-    return [word for name, words in _grouped(vllm_args) if name not in names for word in words]
+    return [word for name, words in grouped(vllm_args) if name not in names for word in words]
 
 
 def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Return the flags without those that have a secret as value, and the values, by flag; the last one counts."""
     rest: list[str] = []
     taken: dict[str, list[str]] = {}
-    for name, words in _grouped(vllm_args):
+    for name, words in grouped(vllm_args):
         if name in SECRET_FLAGS and (values := _values(words)):
             taken[name] = values
         else:
@@ -163,7 +165,7 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
     """Return the last value of a flag with any of `names`; None if it is absent. As in vLLM's parser, `--a-b v`,
     `--a-b=v`, `--a_b v` and an abbreviation are the same."""
     last = None
-    for name, words in _grouped(vllm_args):
+    for name, words in grouped(vllm_args):
         if name in names and (values := _values(words)):
             last = values[0]
     return last
@@ -171,12 +173,12 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
 
 def flag_values(vllm_args: Sequence[str], name: str) -> list[str]:
     """Return all values of the last flag with this name."""
-    return next((_values(words) for found, words in reversed([*_grouped(vllm_args)]) if found == name), [])
+    return next((_values(words) for found, words in reversed([*grouped(vllm_args)]) if found == name), [])
 
 
 def has_flag(vllm_args: Sequence[str], *names: str) -> bool:
     """Return whether a flag is present, with or without a value."""
-    return any(name in names for name, _ in _grouped(vllm_args))
+    return any(name in names for name, _ in grouped(vllm_args))
 
 
 def gpus_per_worker(vllm_args: Sequence[str]) -> int:

@@ -30,7 +30,7 @@ from medialane.gateway.request.transfer_paths import ShmTransport, feature_paylo
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.routing.encode_choice import EncodeCosts, NewItem, choose_encoder, least_loaded
+from medialane.routing.cost import EncodeCosts, NewItem, choose_encoder, least_loaded
 from medialane.runtime.tasks import SingleFlight, gather_or_cancel
 from medialane.types.errors import MedialaneError
 from medialane.types.feature import PlacedFeature, PlaceholderRange, PreparedPrompt

@@ -14,6 +14,7 @@ from medialane.observability.collectors import (
 )
 from medialane.observability.logging import (
     ACCESS_LOGGER,
+    REPORTED_ERROR,
     JsonFormatter,
     LimitedHandler,
     LoggingConfig,
@@ -34,6 +35,7 @@ from medialane.observability.worker_metrics import MetricMirror, MetricReader, e
 __all__ = [
     "ACCESS_LOGGER",
     "MAX_STEPS",
+    "REPORTED_ERROR",
     "JsonFormatter",
     "LimitedHandler",
     "LogProcess",

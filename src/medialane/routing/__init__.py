@@ -2,7 +2,7 @@
 
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts, NewItem, choose_encoder, least_loaded
+from medialane.routing.cost import EncodeCosts, NewItem, choose_encoder, least_loaded
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest
 from medialane.routing.router import Router
 from medialane.routing.slots import RoutingRequest

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -290,30 +291,13 @@ def _held_embedding(embedding: EmbeddingFound | PassedEmbedding) -> HeldEntry:
     return HeldEntry(embedding.tensor.range, not embedding.is_filled)
 
 
+@dataclass
 class _MappedArena:
     """A store's arena in this process. It stays mapped while its store is away: the next one may take it over."""
 
-    def __init__(self, offer: ArenaOffer, view: ArenaView, slot: ClientSlot) -> None:
-        self.offer = offer
-        self.view = view
-        self.slot = slot
-
-    @classmethod
-    def open(cls, welcome: StoreWelcome, directory: str, *, writable: bool) -> _MappedArena:
-        """Take the slot's lock, and map the arena. Raises HandoverFailed if this process has another /dev/shm."""
-        offer = welcome.arena
-        slot = ClientSlot.take(offer.id, directory, welcome.slot)
-        try:
-            view = ArenaView.open(offer.id, directory, nonce=offer.nonce, writable=writable)
-        except HandoverFailed:
-            slot.release()
-            raise
-        return cls(offer, view, slot)
-
-    def close(self) -> None:
-        """Entries that are being read stay mapped until their readers have finished."""
-        self.view.close()
-        self.slot.release()
+    offer: ArenaOffer
+    view: ArenaView
+    slot: ClientSlot
 
 
 class StoreLink:
@@ -358,7 +342,7 @@ class StoreLink:
         self._refusal: StartupFailed | None = None
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
         self._reclaimers: list[Callable[[], None]] = []
-        self._on_passed: Callable[[HoldsPassed], None] | None = None
+        self._on_passed: Callable[[HoldsPassed], None] = self.release_passed
 
     @property
     def arena(self) -> str | None:
@@ -575,7 +559,7 @@ class StoreLink:
         client = StoreClient(
             self._rpc,
             holds=self._holds,
-            on_passed=self._passed,
+            on_passed=lambda passed: self._on_passed(passed),  # there may be a listener later
             on_reclaim=self._reclaim,
             names_takers=self._names_takers,
         )
@@ -595,19 +579,24 @@ class StoreLink:
         logger.info("the media store is connected: %s", self.address)
 
     def _use_arena(self, welcome: StoreWelcome) -> None:
-        """Map the store's arena, unless it is mapped. Raises HandoverFailed."""
-        arena = self._arena
-        if arena is not None and arena.offer == welcome.arena and arena.slot.number == welcome.slot:
+        """Take the slot's lock, and map the store's arena, as far as that is not done. Raises HandoverFailed, also if
+        this process has another /dev/shm."""
+        offer, mapped = welcome.arena, self._arena
+        if mapped is not None and (mapped.offer, mapped.slot.number) == (offer, welcome.slot):
             return
-        if arena is not None and arena.offer == welcome.arena:
-            slot = ClientSlot.take(welcome.arena.id, self._arena_directory, welcome.slot)
-            arena.slot.release()
-            arena.slot = slot
+        slot = ClientSlot.take(offer.id, self._arena_directory, welcome.slot)
+        if mapped is not None and mapped.offer == offer:
+            mapped.slot.release()
+            mapped.slot = slot
             return
-        new = _MappedArena.open(welcome, self._arena_directory, writable=self._writable)
+        try:
+            view = ArenaView.open(offer.id, self._arena_directory, nonce=offer.nonce, writable=self._writable)
+        except HandoverFailed:
+            slot.release()
+            raise
         self._unmap()
-        self._arena = new
-        self._tell(new.offer)
+        self._arena = _MappedArena(offer, view, slot)
+        self._tell(offer)
 
     def _disconnect(self) -> None:
         self._last_status = self.status
@@ -624,12 +613,6 @@ class StoreLink:
         for listener in self._listeners:
             listener(arena)
 
-    def _passed(self, passed: HoldsPassed) -> None:
-        if self._on_passed is not None:
-            self._on_passed(passed)
-            return
-        self.release_passed(passed)
-
     def _reclaim(self) -> None:
         for listener in self._reclaimers:
             listener()
@@ -642,7 +625,8 @@ class StoreLink:
             del self._holds[hold_id]
         self._last_status = None
         self._tell(None)
-        arena.close()
+        arena.view.close()  # entries that are being read stay mapped until their readers have finished
+        arena.slot.release()
         self._changed.set()
 
     def _report(self, error: MedialaneError) -> None:

@@ -46,7 +46,7 @@ from medialane.types.tensor import ArenaRange, TensorSpec
 Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]
 
 #: Receives the tensors of a feature that a client has sent, into this range of the arena.
-Receive = Callable[[Reservation], Awaitable[None]]
+Receive = Callable[[Reservation], Awaitable[object]]
 
 #: Returns if the request may have an image of this width and height; otherwise the caller is cancelled.
 Admit = Callable[[int, int], Awaitable[None]]

@@ -450,10 +450,7 @@ class StoreSession:
         return self._found(call.call_id, await self._with_memory(find), source.timeline)
 
     async def _put(self, call: PutFeature) -> Reply:
-        async def receive(reservation: Reservation) -> None:
-            question = SendData(call.call_id, reservation.range)
-            await self._written(reservation, question, timeout_s=ANSWER_TIMEOUT_S)
-
+        receive = partial(self._written, call.call_id)
         put = partial(self._items.put, call.ref, call.described, call.specs, receive=receive, writer=self.slot)
         return self._found(call.call_id, await self._with_memory(put), StageTimeline())
 
@@ -547,7 +544,7 @@ class StoreSession:
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
         reservation = store.reserve(num_bytes, writer=self.slot)
-        await self._written(reservation, SendData(call_id, reservation.range), timeout_s=ANSWER_TIMEOUT_S)
+        await self._written(call_id, reservation)
         with reservation:
             return store.publish(reservation, ref, ref.content or "")
 
@@ -559,8 +556,7 @@ class StoreSession:
 
         async def write(num_bytes: int) -> tuple[Reservation, Proceed]:
             reservation = await self._with_memory(partial(reserve, num_bytes))
-            question = SendData(call.call_id, reservation.range)
-            answer = await self._written(reservation, question, timeout_s=call.timeout_s)
+            answer = await self._written(call.call_id, reservation, timeout_s=call.timeout_s)
             if (answer.num_bytes or 0) > len(reservation.buffer):
                 reservation.abandon()
                 self.connection.end(ProtocolViolation("media of another size than was agreed"))
@@ -569,11 +565,11 @@ class StoreSession:
 
         return await self._items.leases.receive(call, write)
 
-    async def _written(self, reservation: Reservation, question: Question, *, timeout_s: float) -> Proceed:
+    async def _written(self, call_id: int, reservation: Reservation, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Proceed:
         """Have the client write to the range; the caller owns it then, and nobody if this raises."""
         self.use.start_writing(reservation)
         try:
-            answer = await self._ask(question, timeout_s=timeout_s)
+            answer = await self._ask(SendData(call_id, reservation.range), timeout_s=timeout_s)
         except asyncio.CancelledError:
             if not self.connection.closed.is_set() and self.use.stop_writing(reservation):
                 reservation.abandon()

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.arena.config import GIB, MIB
 from medialane.types.errors import StartupFailed
+
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def test_default_is_two_gib_in_shared_memory():

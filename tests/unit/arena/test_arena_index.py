@@ -9,10 +9,10 @@ import pytest
 from medialane.arena import index as index_module
 from medialane.arena.entries import State
 from medialane.arena.index import SLOT_BYTES, Index, Indexed
-from medialane.arena.layout import PAGE_BYTES
 from medialane.types.tensor import ArenaRange
 
 ARENA = "ab" * 16
+PAGE_BYTES = 4096
 GENERATIONS = (1, 2, 3)
 
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
-from medialane.arena.layout import PAGE_BYTES, clear, stamp
-from medialane.arena.view import PIECE_BYTES
 from medialane.types.errors import HandoverFailed
-from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.types.tensor import TensorDescriptor, TensorSpec
 
 SPECS = (TensorSpec("float32", (3, 4)), TensorSpec("int64", (2,)))
+PAGE_BYTES, MIB = 4096, 1 << 20
 
 
 @pytest.fixture
@@ -31,10 +30,14 @@ def view(file, shm):
 
 
 @pytest.fixture
-def entry(file):
-    range_ = ArenaRange(file.view.id, PAGE_BYTES, 64 + layout(SPECS)[1], 5)
-    stamp(file.view.words, range_)
-    return range_
+def reservation(file):
+    with file.reserve(layout(SPECS)[1]) as made:
+        yield made
+
+
+@pytest.fixture
+def entry(reservation):
+    return reservation.range
 
 
 def test_reads_the_owners_nonce_and_size(file, view, config):
@@ -72,10 +75,15 @@ def test_views_are_read_only_unless_asked(file, view, entry, shm):
         {"arena": "cd" * 16},
         {"generation": 6},
         {"generation": 0},
+        {"generation": -7},
+        {"offset": PAGE_BYTES + 8},
         {"offset": PAGE_BYTES + 64},
         {"offset": 0},
+        {"offset": -64},
         {"offset": -PAGE_BYTES},
         {"offset": 16 << 20},
+        {"offset": 1 << 62},
+        {"nbytes": 63},
         {"nbytes": 128},
         {"nbytes": 1 << 40},
     ],
@@ -86,10 +94,14 @@ def test_range_without_an_entry_fails(view, entry, change):
         view.entry(msgspec.structs.replace(entry, **change))
 
 
-def test_freed_entry_fails(file, view, entry):
+def test_freed_entry_fails(view, reservation):
+    entry = reservation.range
     descriptor = describe(entry, SPECS)[0]
     view.tensor(descriptor)
-    clear(file.view.words, entry)
+    reservation.abandon()
+    for generation in (entry.generation, 0):
+        with pytest.raises(HandoverFailed):
+            view.entry(msgspec.structs.replace(entry, generation=generation))
     with pytest.raises(HandoverFailed):
         view.tensor(descriptor)
 
@@ -126,6 +138,26 @@ def test_file_with_the_header_of_another_arena_fails(file, shm):
     other.unlink()
 
 
+@pytest.mark.parametrize(
+    ("position", "byte", "message"),
+    [(0, b"x", "not an arena"), (8, b"\x09", "version 9"), (12, b"\x01", "version"), (16, b"\x01", "damaged")],
+)
+def test_file_of_another_format_fails(file, shm, position, byte, message):
+    with file.path.open("r+b") as stream:
+        stream.seek(position)
+        stream.write(byte)
+    with pytest.raises(HandoverFailed, match=message):
+        ArenaView.open(file.view.id, shm)
+
+
+def test_file_without_a_header_fails(shm):
+    path = Path(shm, f"medialane-{'cd' * 16}.arena")
+    path.write_bytes(b"medialan")
+    with pytest.raises(HandoverFailed, match="too short"):
+        ArenaView.open("cd" * 16, shm)
+    path.unlink()
+
+
 def test_truncated_file_fails(file, shm):
     os.truncate(file.path, PAGE_BYTES * 2)  # no process has touched the pages behind
     with pytest.raises(HandoverFailed, match="size"):
@@ -145,13 +177,12 @@ def test_close_keeps_live_views_readable_and_forbids_new_ones(file, view, entry,
 
 
 def test_large_arena_is_mapped_in_pieces_that_the_kernel_walks_one_by_one(shm):
-    num_pieces = 5
-    file = Arena.create(ArenaConfig(size_bytes=num_pieces * PIECE_BYTES, directory=str(shm)))
+    file = Arena.create(ArenaConfig(size_bytes=80 * MIB, directory=str(shm)))
     try:
-        assert mappings(file.view.id) >= num_pieces
+        assert mappings(file.view.id) >= 5
         with file.view.memory as memory:
-            memory[PIECE_BYTES - 8 : PIECE_BYTES + 8] = bytes(range(16))
-            assert bytes(memory[PIECE_BYTES - 8 : PIECE_BYTES + 8]) == bytes(range(16))
+            memory[16 * MIB - 8 : 16 * MIB + 8] = bytes(range(16))
+            assert bytes(memory[16 * MIB - 8 : 16 * MIB + 8]) == bytes(range(16))
     finally:
         file.close()
 

@@ -2,9 +2,8 @@ import argparse
 
 import pytest
 
+from medialane.cli import serve, worker_command
 from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.serve import SECTIONS
-from medialane.cli.worker_command import SECTIONS as WORKER_SECTIONS
 from medialane.config import load_config, settings
 from medialane.types.errors import StartupFailed
 
@@ -12,14 +11,14 @@ from medialane.types.errors import StartupFailed
 def parser(argv=(), *, common=("workers",)):
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.set_defaults(argv=list(argv))
-    add_settings(made, SECTIONS, common=common)
+    add_settings(made, serve.SECTIONS, common=common)
     return made
 
 
 def test_every_setting_is_a_flag_of_serve_or_simulated_workers():
     flags = parser().format_help() + parser(["--help-all"]).format_help()
     assert {s.section for s in settings() if s.flag not in flags and not s.is_secret} <= {"simulated"}
-    assert {"worker", "simulated"} <= set(WORKER_SECTIONS)
+    assert {"worker", "simulated"} <= set(worker_command.SECTIONS)
 
 
 def test_help_shows_common_settings_and_all_on_request():

@@ -10,7 +10,7 @@ import pytest
 import medialane
 from medialane import __version__
 from medialane.cli import COMMANDS, ERROR_PREFIX, main
-from medialane.observability.logging import REPORTED_ERROR
+from medialane.observability import REPORTED_ERROR
 from medialane.types.errors import StartupFailed
 
 HEAVY = {"torch", "vllm", "transformers", "aiohttp", "rich", "numpy", "medialane.config"}

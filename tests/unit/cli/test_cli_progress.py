@@ -65,12 +65,12 @@ def test_terminal_shows_the_phase_and_a_spinner_of_each_process():
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_remedy_is_shown_once_when_a_phase_takes_long(terminal):
-    progress, stream = make(terminal=terminal, long_s=0.3)
+    progress, stream = make(terminal=terminal, long_s=1.0)
     progress.starting("worker 0")
     progress.entered("worker 0", Phase("profiling the largest video", remedy="lower --max-model-len"))
     progress.tick()
     assert "--max-model-len" not in stream.getvalue()
-    time.sleep(0.3)  # time: of a long phase
+    time.sleep(1.0)  # time: of a long phase
     progress.tick()
     progress.tick()
     assert stream.getvalue().count("worker 0: profiling the largest video takes long: lower --max-model-len") == 1

@@ -5,7 +5,6 @@ import argparse
 import pytest
 
 from medialane.cli import render
-from medialane.cli.serve import announce
 from medialane.cluster import Hardware, local
 from medialane.config import Config, load_config
 from medialane.types.errors import StartupFailed
@@ -38,7 +37,3 @@ def test_workers_configured_for_serve_do_not_start():
 def test_flag_for_workers_is_refused(flags):
     with pytest.raises(StartupFailed, match=flags[0]):
         render.run(parsed(*flags))
-
-
-def test_address_of_the_render_endpoint_is_announced():
-    assert "/v1/chat/completions/render" in announce(render.without_workers(Config()), "model", [])

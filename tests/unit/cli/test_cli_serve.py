@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from medialane.cli import render
 from medialane.cli.gateway_command import check_api_key
 from medialane.cli.serve import announce, for_ray
 from medialane.config import Config, load_config, settings_environ
@@ -28,9 +29,8 @@ script = sys.argv.pop(1)
 from scripted_processes import script_part
 from medialane.cli.main import main
 from medialane.cluster import local
-def process_specs(_config, _model, _vllm_args, run, *, place=None, **_):
-    name = "worker 0" if place is None else f"{place.label} worker 0"
-    return [script_part(run.folder, name, script, stop_timeout_s=5.0)]
+def process_specs(_config, _model, _vllm_args, run, **_):
+    return [script_part(run.folder, f"{run.label} worker 0".strip(), script, stop_timeout_s=5.0)]
 local.process_specs = process_specs
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
@@ -233,6 +233,10 @@ def test_announcement_reflects_the_flags_relevant_to_clients():
 def test_announcement_of_a_pooling_model_has_an_endpoint_that_it_has():
     text = announce(load_config({}, environ={}), "m", ["--runner=pooling"])
     assert "http://127.0.0.1:8000/pooling" in text
+
+
+def test_address_of_the_render_endpoint_is_announced():
+    assert "/v1/chat/completions/render" in announce(render.without_workers(Config()), "model", [])
 
 
 def test_secrets_in_the_command_line_are_refused_with_ray():

@@ -265,3 +265,11 @@ async def test_gateway_that_does_not_answer_is_given_up():
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StartupFailed, match=r"has not answered within 0\.1 s"):
             await read_state(url, timeout_s=0.1)
+
+
+def test_state_of_several_models_is_refused_with_what_to_add():
+    page = (
+        b'# TYPE medialane_model_up gauge\nmedialane_model_up{model_name="a"} 1\nmedialane_model_up{model_name="b"} 0\n'
+    )
+    with pytest.raises(StartupFailed, match=r"has several models \(a, b\): add one to its URL: http://h:1\?model=a"):
+        parse_state("http://h:1", b"", page)

@@ -15,9 +15,8 @@ import torch
 
 from medialane import client
 from medialane.arena import describe, layout
-from medialane.store import StoreServer, StoreStatus
+from medialane.store import LeasedItem, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
-from medialane.store.items import LeasedItem
 from medialane.transfer import Pulls
 from medialane.types.errors import InvalidRequest, UnknownMedia
 from medialane.types.feature import Batched, Feature, Field, HeaderFields, LargeTensor, Nested, Scalar, SmallTensor

@@ -37,19 +37,19 @@ def test_port_in_use_is_one_clear_error():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(StartupFailed, match=f"cannot listen on 127.0.0.1 port {port}: the port is already in use"):
-            local.check_port("127.0.0.1", port)
-    local.check_port("127.0.0.1", port)
+            bind_http("127.0.0.1", port).close()
+    bind_http("127.0.0.1", port).close()
 
 
 def test_address_of_another_machine_is_rejected():
     with pytest.raises(StartupFailed, match=r"cannot listen on 192\.0\.2\.1 port 8000: "):
-        local.check_port("192.0.2.1", 8000)
+        bind_http("192.0.2.1", 8000).close()
 
 
 def test_port_0_becomes_a_free_port():
     chosen = local.with_port(config(port="0")).server.port
     assert chosen > 0
-    local.check_port("127.0.0.1", chosen)
+    bind_http("127.0.0.1", chosen).close()
 
 
 def test_model_and_flags_are_checked_before_anything_starts(model):
@@ -252,7 +252,7 @@ def test_shared_port_in_use_is_one_clear_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(StartupFailed, match="the port is already in use"):
-            local.check_port("127.0.0.1", taken.getsockname()[1])
+            bind_http("127.0.0.1", taken.getsockname()[1]).close()
 
 
 def flags_of(parts, name):

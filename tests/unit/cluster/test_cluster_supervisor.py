@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import child_process, running
+from medialane.cluster import child_process
 from medialane.runtime.phase import exits_of_host, hang_problems
 from medialane.runtime.resources import OomKills
 from medialane.types.errors import StartupFailed
+from supervised import running
 from waiting import eventually, wait_until
 
 IDLE = "ready(); stay()"

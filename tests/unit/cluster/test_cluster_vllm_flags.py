@@ -75,7 +75,7 @@ def test_secrets_are_taken_out_in_every_spelling(args, taken, rest):
 
 
 def test_engine_gets_no_flag_of_the_http_server():
-    args = ["--chat-template", "t", "--max-model-len", "8", "--ssl_keyfile=k", "--no-log-error-stack", "--api-ke=x"]
+    args = ["--chat-template", "-", "--max-model-len", "8", "--ssl_keyfile=k", "--no-log-error-stack", "--api-ke=x"]
     assert engine_flags([*args, "--middleware", "m", "-tp", "2", "--hf-overrides.a.b", "1", "--hf-token"]) == [
         *("--max-model-len", "8", "-tp", "2", "--hf-overrides.a.b", "1", "--hf-token"),
     ]

@@ -2,20 +2,10 @@
 
 import asyncio
 
-import pytest
 import uvloop
-
-from medialane.runtime.tasks import LoopFairness
 
 
 def pytest_asyncio_loop_factories(config, item):
     if item.path.name in ("test_gateway_http_server.py", "test_gateway_refused_bodies.py"):
         return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
-
-
-@pytest.fixture
-def fairness():
-    found = LoopFairness()
-    yield found
-    found.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,

@@ -7,9 +7,9 @@ import re
 from contextlib import suppress
 
 import pytest
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import ScopeMiddleware, current_scope
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, Metrics, PlainFormatter, request_id
 from medialane.types.errors import NoWorkerReady

@@ -3,8 +3,7 @@
 import pytest
 
 from medialane.gateway import RequestScope
-from medialane.gateway.admission import Admission, SharedCounts, Tenant
-from medialane.gateway.admission.tenants import TenantLimits
+from medialane.gateway.admission import Admission, SharedCounts, Tenant, TenantLimits
 from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded
 
 

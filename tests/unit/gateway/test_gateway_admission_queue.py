@@ -117,6 +117,36 @@ async def test_tenant_cannot_save_up_service():
     await asyncio.gather(*tasks)
 
 
+async def test_tenant_whose_requests_leave_gaps_gets_its_share():
+    """Three at a time, each of which leaves if it is not among the next three: in turns, only two of them would be."""
+    resource = await busy()
+    tasks = [await resource.asking("often", 100, tenant="often") for _ in range(100)]
+    for _ in range(15):
+        seldom = [await resource.asking("seldom", 100, tenant="seldom") for _ in range(3)]
+        await resource.serve(3)
+        for task in seldom:
+            task.cancel()
+        await asyncio.wait(seldom)
+        await resource.serve(3)
+    assert 42 <= resource.served.count("seldom") <= 45
+    await resource.serve(resource.queue.num_waiting + 1)
+    await asyncio.gather(*tasks)
+
+
+async def test_tenant_that_asked_long_ago_does_not_shut_out_the_others():
+    resource = await busy()
+    once = await resource.asking("b", 100, tenant="b")
+    tasks = [await resource.asking("a", 100, tenant="a") for _ in range(400)]
+    await resource.serve(300)
+    assert once.done()
+    tasks += [await resource.asking("b", 100, tenant="b") for _ in range(100)]
+    resource.served.clear()
+    await resource.serve(60)
+    assert resource.served.count("a") >= 9
+    await resource.serve(resource.queue.num_waiting + 1)
+    await asyncio.gather(*tasks)
+
+
 async def test_tenant_that_waits_with_one_request_at_a_time_owes_what_it_has_had():
     """Otherwise each of its videos would count as much as a text."""
     resource = await busy()
@@ -359,9 +389,9 @@ async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_th
 @pytest.mark.parametrize("may_refuse", [True, False])
 async def test_request_admitted_in_the_iteration_of_its_deadline_is_served_once(may_refuse):
     resource = await busy()
-    task = await resource.asking("prepared", 5, timeout_s=0.01, may_refuse=may_refuse)
-    asyncio.get_running_loop().call_later(0.02, resource.end)
-    time.sleep(0.05)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
+    task = await resource.asking("prepared", 5, timeout_s=0.3, may_refuse=may_refuse)
+    asyncio.get_running_loop().call_later(0.31, resource.end)
+    time.sleep(0.35)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
     async with asyncio.timeout(10):
         await task
     assert resource.served == ["prepared"]

@@ -6,9 +6,9 @@ import json
 import tracemalloc
 
 import pytest
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import GatewayConfig, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics

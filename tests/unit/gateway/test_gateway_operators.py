@@ -41,6 +41,7 @@ from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
 from medialane.types.media import MediaRef
 from medialane.types.request import Endpoint, OutputDelta, RoutingDecision, WorkerLoad
+from waiting import eventually
 
 BEARER = {"authorization": "Bearer admin"}
 #: Faster than the second of real servers.
@@ -294,9 +295,12 @@ async def test_any_gateway_answers_for_all():
         assert listed["requests"][0]["id"] == "running"
         assert (await get(session, "/medialane/requests/theirs"))["gateway"] == "1"
         await other.aclose()
-        await asyncio.sleep(2 * INTERVAL_S)  # time: until the last document is outdated
-        state = await get(session, "/medialane/state")
-        assert [each["up"] for each in state["gateways"]] == [True, False]
+
+        async def is_missing():
+            state = await get(session, "/medialane/state")
+            return [each["up"] for each in state["gateways"]] == [True, False]
+
+        await eventually(is_missing, "the last document is outdated within an interval")
         listed = await get(session, "/medialane/requests")
         assert ([each["id"] for each in listed["requests"]], listed["gateways_missing"]) == (["mine"], ["1"])
 

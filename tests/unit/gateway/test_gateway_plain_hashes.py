@@ -6,13 +6,11 @@ import asyncio
 
 import msgspec
 import pytest
+from request_media import request_media
 
 from medialane.arena import describe
 from medialane.gateway import PlainHashes, open_scope
-from medialane.gateway.request.assembly import Assembly
-from medialane.gateway.request.media import RequestMedia
 from medialane.media import MediaConfig
-from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_media import sample_jpeg
 from medialane.types.errors import InvalidRequest
 from medialane.types.feature import (
@@ -92,7 +90,7 @@ class Hashed:
 
     async def of(self, *refs):
         with open_scope() as scope:
-            media = RequestMedia(MediaPrompt([1], refs), self.features, scope, Assembly(FakeAssembler()))
+            media = request_media(MediaPrompt([1], refs), self.features, scope)
             prompt, fetched = await self.plain.fetched(media)
             placed = tuple(
                 PlacedFeature(

@@ -9,9 +9,9 @@ import stat
 import time
 
 import pytest
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import (
     MAX_PENDING_BYTES,
     Recorder,

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from intakes import Intake
 from prometheus_client import CollectorRegistry
 
+from intakes import Intake
 from medialane.gateway import GatewayConfig, ScopeMiddleware, current_scope
 from medialane.gateway.admission import Queues
 from medialane.observability import Metrics

@@ -2,12 +2,10 @@
 
 import msgspec
 import pytest
+from request_media import request_media
 
 from medialane.arena import describe
 from medialane.gateway import open_scope
-from medialane.gateway.request.assembly import Assembly
-from medialane.gateway.request.media import RequestMedia
-from medialane.testing.fake_processor import FakeAssembler
 from medialane.types.errors import InvalidImage
 from medialane.types.feature import Embedding, Feature, MediaPrompt, StagedItem
 from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
@@ -16,7 +14,6 @@ from medialane.types.tensor import ArenaRange, TensorSpec
 
 REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))
 PROMPT = MediaPrompt([1, 7, 7, 7], REFS)
-ASSEMBLY = Assembly(FakeAssembler())
 
 
 class Source:
@@ -70,7 +67,7 @@ def source(arena):
 )
 async def test_items_are_found_once_per_stage(source, stage, mm_hash, media_type, is_hit):
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
+        media = request_media(PROMPT, source, scope)
         items = await media.in_stage(stage)
         assert await media.in_stage(stage) is items
         assert source.asked == [(STAGES[stage].sends, ref.param) for ref in REFS]
@@ -82,7 +79,7 @@ async def test_items_are_found_once_per_stage(source, stage, mm_hash, media_type
 
 async def test_stages_are_found_separately_and_leases_end_with_the_scope(source):
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
+        media = request_media(PROMPT, source, scope)
         for stage in STAGES:
             await media.in_stage(stage)
         assert source.arena.stats().num_leases == 3 * len(STAGES)
@@ -92,13 +89,13 @@ async def test_items_accompanying_a_rejected_one_belong_to_the_scope(source):
     source.refused = REFS[1].param
     with open_scope() as scope:
         with pytest.raises(InvalidImage):
-            await RequestMedia(PROMPT, source, scope, ASSEMBLY).in_stage("features")
+            await request_media(PROMPT, source, scope).in_stage("features")
         assert source.arena.stats().num_leases > 0
 
 
 async def test_media_found_after_the_request_ended_are_released_immediately(source):
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
+        media = request_media(PROMPT, source, scope)
     await media.in_stage("url")
     assert source.arena.stats().num_leases == 0
 
@@ -135,7 +132,7 @@ async def test_items_that_were_encoded_meanwhile_are_found_by_content(source):
         [1, 7, 7, 7], (*REFS[:2], MediaRef("image", third, url="http://a/b", alias=Alias("u", "image")))
     )
     with open_scope() as scope:
-        media = RequestMedia(prompt, source, scope, ASSEMBLY, encoder="digest")
+        media = request_media(prompt, source, scope, encoder="digest")
         before = await media.in_stage("features")
         features = await media.with_embeddings({second, third})
         assert [feature.embedding for feature in features] == [None, None, EMBEDDING]
@@ -154,7 +151,7 @@ async def test_items_that_were_encoded_meanwhile_are_found_by_content(source):
 async def test_item_whose_embedding_cannot_be_looked_up_keeps_its_tensors(source):
     source = Encoded(source.arena, encoded={REFS[0].param})
     with open_scope() as scope:
-        media = RequestMedia(PROMPT, source, scope, ASSEMBLY, encoder="digest")
+        media = request_media(PROMPT, source, scope, encoder="digest")
         before = await media.in_stage("features")
         source.refused = REFS[0].param
         features = await media.with_embeddings({REFS[0].param})

@@ -7,7 +7,7 @@ import pytest
 import soundfile
 
 from decoded_media import decode_audio
-from medialane.gateway.request.store_features import wave_bytes, wave_size
+from medialane.gateway import wave_bytes, wave_size
 from medialane.media import MediaConfig
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from kept_names import KeptNames
-from medialane.arena.names import MAX_PAYLOAD_BYTES
+from medialane.arena import NamesArea
 from medialane.media.http_cache import KnownUrl, UrlCache, Validators, url_key
 from medialane.store import Aliases
 from medialane.types.media import Alias
@@ -107,11 +107,21 @@ def test_evicted_url_is_not_kept_and_a_lower_limit_holds():
     assert len(UrlCache(1, kept)) == len(kept) == 1
 
 
-def test_every_record_of_urls_and_uuids_fits():
+def test_every_record_of_urls_and_uuids_fits(tmp_path):
     urls, uuids = KeptNames(), KeptNames()
     validators = Validators(b"t" * 16, "e" * 40, "m" * 40)
     UrlCache(1, urls).put(b"k", KnownUrl(HASH, 1e9, 1e9, validators), now=0.0)
     options = b'{"min_pixels":3136,"max_pixels":12845056}'
     aliases = Aliases(max_aliases=1, ttl_s=1, records=uuids)
     aliases.bind("", Alias("u", "video", io=b'{"fps":2.0,"num_frames":32}', options=options), HASH)
-    assert max(map(len, [*urls.values(), *uuids.values()])) <= MAX_PAYLOAD_BYTES
+    (path := tmp_path / "arena").write_bytes(bytes(8192))
+    kept = {"url": max(urls.values(), key=len), "uuid": max(uuids.values(), key=len)}
+    area = NamesArea(path, first_byte=8192, nonce=b"n" * 16, max_records=2)
+    for kind, payload in kept.items():
+        area.records(kind).write(b"k" * 32, payload)
+    area.close()
+    area = NamesArea(path, first_byte=8192, nonce=b"n" * 16, max_records=2)
+    assert {kind: dict(area.records(kind).read()) for kind in kept} == {
+        kind: {b"k" * 32: payload} for kind, payload in kept.items()
+    }
+    area.close()

@@ -64,6 +64,20 @@ def before_sending(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[PreparerPr
 
 
 @pytest.fixture
+def reported_addresses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., tuple[int, ...]]], None]:
+    """Have preparers report other addresses of their tensors: those that a function of theirs, and of the buffers into
+    which they are read, returns."""
+    read = PreparerProcess.read
+
+    def replace(forge: Callable[..., tuple[int, ...]]) -> None:
+        monkeypatch.setattr(
+            PreparerProcess, "read", lambda preparer, addresses, into: read(preparer, forge(addresses, into), into)
+        )
+
+    return replace
+
+
+@pytest.fixture
 def fork_errors(monkeypatch: pytest.MonkeyPatch) -> list[str | Exception]:
     """Why further forks of preparers fail, from the last to the first: a reason, or a bug."""
     errors: list[str | Exception] = []

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -122,18 +121,17 @@ async def test_without_options_an_item_is_only_decoded(arena):
 
 async def test_two_preparers_work_concurrently(arena, encoded):
     async with running(make_pool(arena, num_preparers=2)) as pool:
-        started = time.monotonic()
-        jobs = [pool.prepare_item(encoded, options(sleep_s=0.5), f"{n:064}") for n in range(2)]
+        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1), f"{n:064}")) for n in range(2)]
+        await eventually(lambda: pool.stats().num_busy == 2)
         for lease in await asyncio.gather(*jobs):
             lease.release()
-        assert time.monotonic() - started < 0.95
         assert pool.stats().num_done == 2
 
 
 @pytest.mark.parametrize("fault", ["kill", "abort", "segfault", "exit"])
 async def test_crash_fails_only_its_job(arena, encoded, fault):
     async with running(make_pool(arena, num_preparers=2)) as pool:
-        other = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.4), "b" * 64))
+        other = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1), "b" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         with pytest.raises(PreparerCrashed):
             await pool.prepare_item(encoded, options(fault=fault), "a" * 64)
@@ -149,7 +147,7 @@ async def test_innocent_item_survives_the_death_of_its_preparer(arena, encoded, 
     """The kernel kills preparers first when memory is short."""
     async with running(make_pool(arena)) as pool:
         if kind == "item":
-            job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.3), "a" * 64))
+            job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1), "a" * 64))
         else:
             os.kill(pool.preparer_pids[0], signal.SIGSTOP)
             job = asyncio.create_task(pool.probe_item(encoded))
@@ -164,7 +162,7 @@ async def test_innocent_item_survives_the_death_of_its_preparer(arena, encoded, 
 
 async def test_item_whose_preparer_dies_again_fails_at_once(arena, encoded):
     async with running(make_pool(arena)) as pool:
-        job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), "a" * 64))
+        job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=30), "a" * 64))
         for _ in range(2):
             await eventually(lambda: pool.stats().num_busy == 1)
             killed_at, pid = time.monotonic(), pool.preparer_pids[0]
@@ -172,7 +170,7 @@ async def test_item_whose_preparer_dies_again_fails_at_once(arena, encoded):
             await eventually(lambda pid=pid: pid not in pool.preparer_pids)
         with pytest.raises(PreparerCrashed, match="twice"):
             await job
-        assert time.monotonic() - killed_at < 0.5
+        assert time.monotonic() - killed_at < 5
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
@@ -232,7 +230,8 @@ async def test_hanging_job_times_out_after_two_tries(arena, encoded):
         started = time.monotonic()
         with pytest.raises(PreparerTimeout):
             await pool.prepare_item(encoded, options(fault="hang"), "a" * 64)
-        assert 0.55 < time.monotonic() - started < 1.6
+        assert time.monotonic() - started > 0.55
+        await eventually(lambda: pool.stats().num_restarts == 2)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(victim)
 
@@ -352,7 +351,7 @@ async def test_refusal_says_how_long_the_queued_items_will_take(arena, encoded):
 
 async def test_job_not_taken_in_time_is_rejected(arena, encoded):
     async with running(make_pool(arena, queue_timeout_s=0.1)) as pool:
-        first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), "a" * 64))
+        first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1.5), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         with pytest.raises(MediaOverloaded):
             await pool.prepare_item(encoded, b"{}", "b" * 64)
@@ -361,7 +360,7 @@ async def test_job_not_taken_in_time_is_rejected(arena, encoded):
 
 async def test_cancelled_waiting_job_is_dropped(arena, encoded):
     async with running(make_pool(arena)) as pool:
-        first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.3), "a" * 64))
+        first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         second = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
         await eventually(lambda: pool.stats().num_queued == 1)
@@ -376,7 +375,7 @@ async def test_cancelled_job_that_is_nearly_done_is_cached(arena, monkeypatch):
     monkeypatch.setattr("medialane.prepare.pool.ABANDONED_S", 4.0)
     async with running(make_pool(arena)) as pool:
         with put(arena, png()) as source:
-            job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=0.3), "a" * 64))
+            job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=1), "a" * 64))
             await eventually(lambda: pool.stats().num_busy == 1)
             job.cancel()
             await asyncio.wait([job])
@@ -529,15 +528,12 @@ async def test_idle_preparer_that_dies_is_replaced(arena, encoded):
 
 async def test_preparers_dying_before_their_first_job_are_replaced_with_backoff(arena):
     async with running(make_pool(arena)) as pool:
-        deadline = time.monotonic() + 1.2
-        killed = set()
-        while time.monotonic() < deadline:
-            for pid in pool.preparer_pids:
-                with suppress(ProcessLookupError):  # dead, and not yet known to be
-                    os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            await asyncio.sleep(0.01)  # time: the backoff grows with it
-        assert 2 <= len(killed) <= 5
+        started, killed = time.monotonic(), []
+        for _ in range(4):
+            await eventually(lambda gone=set(killed): set(pool.preparer_pids) - gone)
+            killed += pool.preparer_pids
+            os.kill(killed[-1], signal.SIGKILL)
+        assert time.monotonic() - started > 0.1 + 0.2 + 0.4
 
 
 async def test_spare_takes_over_from_a_killed_forkserver_before_waiting_jobs_notice(arena, encoded):
@@ -612,7 +608,7 @@ async def test_close_during_cleanup_of_a_dead_preparer_releases_its_job(arena, e
 
 
 async def test_hanging_forkserver_is_replaced(arena, encoded, monkeypatch):
-    monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 1.0)
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: pool.spare_pid is not None)
         (forkserver,) = children()
@@ -676,11 +672,11 @@ async def test_killed_preparer_is_an_impairment_until_it_is_replaced(arena):
 
 async def test_close_fails_running_and_waiting_jobs_immediately(arena, encoded):
     async with running(make_pool(arena)) as pool:
-        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), f"{n:064}")) for n in range(2)]
+        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=30), f"{n:064}")) for n in range(2)]
         await eventually(lambda: pool.stats().num_busy == 1)
         started = time.monotonic()
         await pool.close()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 10
         for job in jobs:
             with pytest.raises(Unavailable):
                 await job

@@ -12,7 +12,6 @@ from preparer_pools import is_running, make_pool, png, put, running
 
 from builders import checked_arena
 from medialane.prepare import job_run
-from medialane.prepare.preparer_process import PreparerProcess
 from medialane.types.errors import (
     ArenaFull,
     InvalidImage,
@@ -120,15 +119,10 @@ async def test_item_that_crashes_its_preparer_fails_only_its_own_job(arena, enco
         await eventually(lambda: used.stats().num_restarts == 2)  # one with both jobs, one with the second alone
 
 
-async def test_invalid_tensors_fail_only_their_own_job(arena, encoded, monkeypatch):
+async def test_invalid_tensors_fail_only_their_own_job(arena, encoded, reported_addresses):
     """The first job is retried, and fails once it is alone."""
-    read = PreparerProcess.read
-
-    def failing(preparer, addresses, into):
-        read(preparer, (8, 8) if forged == into[0].nbytes else addresses, into)
-
     forged = 30 * 40 * 3 * 4
-    monkeypatch.setattr(PreparerProcess, "read", failing)
+    reported_addresses(lambda addresses, into: (8, 8) if forged == into[0].nbytes else addresses)
     async with running(make_pool(arena)) as used:
         first, second = start(used, encoded, FIRST), start(used, encoded, SECOND, fault="reject")
         with pytest.raises(PreparerCrashed):

@@ -1,14 +1,33 @@
-"""The parts of a `Router`, put together as it does, each of them in reach."""
+"""The parts of a `Router`, put together as it does, each of them in reach.
+
+What is tested by itself of the room's inside is imported here alone.
+"""
 
 from medialane.routing import BlockIndex, RoutingConfig
-from medialane.routing.block_index import PendingBlocks
-from medialane.routing.cost import CostModel, ScoringInput, encoder_items
-from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.policies import Policy
+from medialane.routing.block_index import PendingBlocks, longest
+from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
+from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
+from medialane.routing.policies import Choice, Policy
 from medialane.routing.prediction import PredictionMonitor
 from medialane.routing.routed_request import RouterState
-from medialane.routing.slots import SlotTable
+from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
 from medialane.types.retry_after import Places
+
+__all__ = [
+    "SEQUENCES",
+    "Choice",
+    "EncoderCacheModel",
+    "EncoderCaches",
+    "EncoderItem",
+    "PendingBlocks",
+    "PredictionMonitor",
+    "RouterParts",
+    "SlotTable",
+    "bit_rows",
+    "encoder_items",
+    "longest",
+    "scoring_input",
+]
 
 
 class RouterParts:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from routing_parts import longest
 
 from medialane.routing import BlockIndex
-from medialane.routing.block_index import longest
 
 #: In more than one word of a mask.
 SLOTS = [0, 1, 63, 64, 130]

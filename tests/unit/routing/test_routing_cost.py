@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routing_parts import RouterParts, scoring_input
+from routing_parts import EncoderItem, RouterParts, encoder_items, longest, scoring_input
 
 from medialane.routing import RoutingConfig, RoutingRequest
-from medialane.routing.block_index import longest
-from medialane.routing.cost import EncoderItem, encoder_items
 from medialane.types.feature import MediaSpan
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 

@@ -5,8 +5,7 @@ from collections import OrderedDict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
+from routing_parts import EncoderCacheModel, EncoderCaches
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_parts import PendingBlocks
 
 from builders import Clock
-from medialane.routing.block_index import PendingBlocks
 
 ALL = (1 << 8) - 1
 

@@ -4,9 +4,9 @@ import logging
 
 import numpy as np
 import pytest
+from routing_parts import PredictionMonitor
 
 from builders import Clock
-from medialane.routing.prediction import PredictionMonitor
 
 BLOCK = 16
 

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-from routing_parts import RouterParts, scoring_input
+from routing_parts import Choice, RouterParts, scoring_input
 
 from medialane.routing import RoutedRequest, RoutingRequest
-from medialane.routing.policies import Choice
 from medialane.types.feature import MediaSpan
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from routing_parts import SEQUENCES, SlotTable, bit_rows
 
 from medialane.routing import RoutingConfig, RoutingRequest
-from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from handshakes import handshake
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
 from medialane.transfer import Mover, Pulls
 from medialane.transfer.peer_connection import PeerConnection
@@ -68,11 +69,22 @@ def pattern(key: str, num_bytes: int) -> bytes:
 
 async def connect(address: str) -> PeerConnection:
     """Return a registered connection to a store, to misbehave on."""
-    peer = PeerConnection()
-    await dial(address, peer, AUTHENTICATION)
+    peer = await dialled(address)
     await peer.send(PeerHello("0" * 32))
     await peer.receive(decode_from_source)
     return peer
+
+
+async def dialled(address: str) -> PeerConnection:
+    """Return a connection on which nothing has been sent."""
+    peer = PeerConnection()
+    await dial(address, peer, AUTHENTICATION)
+    return peer
+
+
+def greeting(secret: str) -> bytes:
+    """What a store that dials another one sends first."""
+    return handshake(secret, protocol=PROTOCOL, role=Role.STORE, peer_role=Role.STORE).greeting
 
 
 async def send_bytes(peer: PeerConnection, data: bytes) -> None:

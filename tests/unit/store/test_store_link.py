@@ -10,7 +10,6 @@ import pytest
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability import StageTimeline
-from medialane.runtime.tasks import LoopFairness
 from medialane.store import StoreEntries, StoreLink
 from medialane.types.errors import StartupFailed, StoreUnavailable
 from medialane.types.hashing import content_hash
@@ -47,10 +46,10 @@ async def test_call_in_the_iteration_in_which_the_connection_is_lost_waits_for_t
 
 
 async def test_only_waiting_counts_towards_the_deadline(world):
-    gateway = await world.client(wait_timeout_s=0.5)
+    gateway = await world.client(wait_timeout_s=1.5)
     world.items.gate = asyncio.Event()
     call = asyncio.create_task(gateway.find("a"))
-    await asyncio.sleep(0.6)  # time: the call takes longer than it may wait
+    await asyncio.sleep(1.6)  # time: the call takes longer than it may wait
     await gateway.lose_connection()
     world.items.gate.set()
     gateway.release(await call)
@@ -68,7 +67,7 @@ async def test_entries_of_a_removed_arena_are_refused_without_waiting_for_the_ne
     await world.close()
     await eventually(lambda: worker.link.arena is None)
     with pytest.raises(StoreUnavailable):
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(3):
             await StoreEntries(worker.link).hold([entry])
     await worker.exit()
 
@@ -134,8 +133,8 @@ class CuttingLink(StoreLink):
         return super().payload(entry)
 
 
-async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world):
-    fairness, gateway = LoopFairness(), await world.client(link=CuttingLink)
+async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world, fairness):
+    gateway = await world.client(link=CuttingLink)
     gateway.link.cable = gateway.cable
     features = StoreFeatures(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
     data = b"u" * (4 << 20)
@@ -148,4 +147,3 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
         start = lease.range.offset + 64
         assert bytes(world.arena.view.memory[start : start + len(data)]) == data
     item.hold.release()
-    fairness.close()

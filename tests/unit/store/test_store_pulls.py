@@ -9,12 +9,11 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 import trustme
-from peer_world import AUTHENTICATION, MIB, Host, ScriptedSource, connect, opening, pattern, send_bytes
+from peer_world import MIB, Host, ScriptedSource, connect, dialled, opening, pattern, send_bytes
 
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
 from medialane.transfer import Pulls, StillWriting, peer_server, pulls
-from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
     CloseEntry,
     EntryClosed,
@@ -38,7 +37,7 @@ from medialane.types.errors import (
 from medialane.types.feature import Embedding, Feature, RemoteEntry
 from medialane.types.media import EncodedMedia, MediaSize
 from medialane.types.tensor import ArenaRange, TensorSpec
-from medialane.wire import RpcConfig, dial
+from medialane.wire import RpcConfig
 from waiting import eventually
 
 
@@ -234,7 +233,7 @@ async def test_address_of_a_store_that_does_not_answer_is_not_the_only_one_tried
             entry = msgspec.structs.replace(source.grant(stored), address=f"tcp://store.example:{port}")
             started = time.monotonic()
             (await pull(destination, entry)).release()
-            assert time.monotonic() - started < 1.5, "at most the delay between two addresses"
+            assert time.monotonic() - started < 5, "the delay between two addresses, not the time for a connection"
 
 
 @pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "tcp://0.0.0.0:0", "tcp://10.255.255.1:0", "nonsense"])
@@ -653,8 +652,7 @@ async def test_store_that_stops_ends_its_connections_and_holds(source):
 
 
 async def test_store_of_another_release_is_refused_by_its_number(source):
-    peer = PeerConnection()
-    await dial(source.address, peer, AUTHENTICATION)
+    peer = await dialled(source.address)
     await peer.send(PeerHello("0" * 32, version=99))
     refused = await peer.receive(decode_from_source)
     assert "other host's store speaks protocol 99" in refused.error.message

@@ -13,7 +13,7 @@ from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.observability import request_id
 from medialane.runtime.tasks import TAKER
-from medialane.store import FindItem, HeldEntry, ItemFound, StoreClient, StoreEntries, StoreHello
+from medialane.store import AskLease, FindItem, HeldEntry, ItemFound, StoreClient, StoreEntries, StoreHello
 from medialane.store.messages import decode_from_store, decode_to_store
 from medialane.types.errors import (
     ArenaFull,
@@ -273,6 +273,12 @@ async def test_status_is_refreshed_on_request(world):
     client.release(hold_id)
     await client.link.refresh(5)
     assert client.link.status.stats.arena.num_leases == 0
+
+
+@pytest.mark.parametrize("media", ["z" * 64, "ab", ""])
+def test_what_is_no_hash_of_leased_media_is_no_message(media):
+    with pytest.raises(ProtocolViolation):
+        decode_to_store(memoryview(msgspec.msgpack.encode(AskLease(1, "owner", media, "find"))))
 
 
 def test_unreadable_frames_are_violations():

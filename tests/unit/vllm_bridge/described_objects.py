@@ -11,7 +11,7 @@ from mistral_common.tokens.tokenizers.image import ImageConfig, ImageEncoder, Sp
 from vllm.transformers_utils.processors.pixtral import MistralCommonImageProcessor
 from vllm.transformers_utils.processors.step3_vl import Step3VLImageProcessor
 
-from medialane.vllm_bridge.learned.settings import describe
+from medialane.vllm_bridge.learned import describe
 
 
 class Processor:

@@ -108,13 +108,13 @@ def test_encoder_that_cannot_be_described_is_not_used(ranks, why):
 
 
 def test_card_has_what_was_measured_and_a_digest_of_the_settings_of_the_encoder(tiny_model):
-    from medialane.vllm_bridge.engine.engine_options import engine_args
+    from model_parts import engine_config
 
     def of(*flags):
-        return encoder_digest(engine_args(str(tiny_model), ["--enforce-eager", *flags]).create_engine_config())
+        return encoder_digest(engine_config(tiny_model, "--enforce-eager", *flags))
 
     before = of()
-    config = engine_args(str(tiny_model), ["--enforce-eager"]).create_engine_config()
+    config = engine_config(tiny_model, "--enforce-eager")
     assert encoder_card(config, [measured(), measured()]) == EncoderCard(before, "bfloat16", {"image": 128})
     assert of("--max-model-len=1234", "--max-num-seqs=3") == before
     for flag in ("--dtype=float32", "--mm-encoder-tp-mode=data", "--no-mm-device-do-normalize", "--load-format=dummy"):

@@ -62,4 +62,4 @@ def test_check_stops_at_the_limit():
     started = time.thread_time()
     with pytest.raises(InvalidRequest):
         check_options(huge, "mm_processor_kwargs")
-    assert time.thread_time() - started < 0.01
+    assert time.thread_time() - started < 0.1  # the whole would take seconds

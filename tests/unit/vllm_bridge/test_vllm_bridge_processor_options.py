@@ -1,8 +1,7 @@
 import pytest
 
 from medialane.types.errors import InvalidRequest
-from medialane.vllm_bridge.items import check_processor_options
-from medialane.vllm_bridge.items.options import check_worker_options
+from medialane.vllm_bridge.items import check_processor_options, check_worker_options
 
 
 @pytest.mark.parametrize(

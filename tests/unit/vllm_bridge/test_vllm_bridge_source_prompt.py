@@ -23,8 +23,8 @@ from medialane.types.feature import MediaPayload
 from medialane.types.media import MediaSize
 from medialane.types.request import EngineRequest, SourcePrompt
 from medialane.types.stage import STAGES
-from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.engine_errors import mapped_errors
+from model_parts import source_renderer
 
 ITEM = MediaPayload("audio", "h", b"", (), MediaSize(), param="here", media_type="audio/wav")
 
@@ -34,7 +34,7 @@ exec("def bug_of_ours(_): raise TypeError('a bug')", _OURS)
 
 @pytest.fixture
 def source():
-    source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
+    source = source_renderer(None, config=SimpleNamespace(multimodal_config=None))
     yield source
     source.close()
 
@@ -130,7 +130,7 @@ class FailingRenderer:
     ids=repr,
 )
 async def test_cause_of_a_failed_processor_decides_whose_fault_it_is(error, expected):
-    source = SourceRenderer(FailingRenderer(error), SimpleNamespace(multimodal_config=None))
+    source = source_renderer(FailingRenderer(error), config=SimpleNamespace(multimodal_config=None))
     prompt = SourcePrompt([1], (), stage="decoded")
     request = EngineRequest("r", prompt, sampling_params=msgspec.msgpack.encode({}))
     with pytest.raises(expected), mapped_errors():

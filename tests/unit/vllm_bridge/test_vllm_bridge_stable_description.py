@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from medialane.vllm_bridge.learned.settings import describe
+from medialane.vllm_bridge.learned import describe
 
 
 @pytest.mark.whole

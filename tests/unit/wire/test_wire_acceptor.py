@@ -14,18 +14,17 @@ import trustme
 from rpc_requests import engine_request, tokens_of
 
 from certificates import tls_settings
+from handshakes import GREETING_BYTES, handshake
 from limits import no_free_descriptors
 from medialane.gateway.workers import RpcClient
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, MedialaneError
-from medialane.wire import Hello, Role, RpcConfig, Security, append_frame, listener
-from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets
-from medialane.wire.tls import channel
+from medialane.wire import Hello, RpcConfig, Security, append_frame, listener
 from waiting import DEADLINE_S, eventually, retried
 from written_lines import written_lines
 
 SECRET = "a secret of the tests"
-TIMEOUT_S = 0.4
+TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +75,6 @@ def num_files():
     return len(os.listdir("/proc/self/fd"))
 
 
-def handshake(secret=SECRET, **changed):
-    fields = {"is_dialler": True, "protocol": "rpc", "role": Role.GATEWAY, "peer_role": Role.WORKER, **changed}
-    return Handshake(Secrets([secret.encode()]), **fields)
-
-
 def frame(message):
     buffer = bytearray()
     append_frame(buffer, message, 1 << 20)
@@ -95,8 +89,8 @@ def frame(message):
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         (64 << 20).to_bytes(4, "big") + bytes(1000),
         b"\xff\xff\xff\xff" + bytes(1 << 20),
-        handshake().greeting + bytes(100),
-        handshake().greeting + frame(Hello(gateway_id="evil")),
+        handshake(SECRET).greeting + bytes(100),
+        handshake(SECRET).greeting + frame(Hello(gateway_id="evil")),
     ],
     ids=["http", "hello", "tls", "large frame", "oversize", "proof", "hello after greeting"],
 )
@@ -120,7 +114,7 @@ async def test_peer_is_not_told_why_it_is_cut(served, config):
 async def test_replayed_connection_is_refused(served, config):
     """Everything that an authenticated gateway has sent, again."""
     reader, writer = await opened(served, config)
-    real = handshake(channel=channel(writer.get_extra_info("ssl_object"), is_dialler=True))
+    real = handshake(SECRET, writer)
     proof = real.receive(await reader.readexactly(GREETING_BYTES))
     recording = real.greeting + proof
     writer.write(recording)
@@ -138,7 +132,7 @@ async def test_slow_peer_is_cut_at_the_deadline(served, config):
     loop = asyncio.get_running_loop()
     started = loop.time()
     reader, writer = await opened(served, config)
-    sending = asyncio.create_task(one_byte_at_a_time(writer, handshake().greeting))
+    sending = asyncio.create_task(one_byte_at_a_time(writer, handshake(SECRET).greeting))
     assert await is_cut(reader)
     assert loop.time() - started < 5
     sending.cancel()
@@ -288,7 +282,7 @@ async def test_gateway_without_the_right_certificate_is_refused(tcp_net, tmp_pat
             context.load_cert_chain(own["tls_cert"], own["tls_key"])
         with contextlib.suppress(ssl.SSLError, ConnectionError):
             reader, writer = await asyncio.open_connection(*plain_socket(tcp_net), ssl=context)
-            writer.write(handshake().greeting)
+            writer.write(handshake(SECRET).greeting)
             assert await reader.read(1) == b""
             writer.close()
     assert "TLS failed" in caplog.text or "certificate is not accepted" in caplog.text

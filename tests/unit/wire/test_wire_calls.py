@@ -20,7 +20,6 @@ from medialane.wire import (
     decode_from_worker,
     decode_to_worker,
 )
-from medialane.worker.requests import MAX_CALLS
 from waiting import DEADLINE_S, eventually
 
 
@@ -115,11 +114,11 @@ async def test_calls_in_flight_are_bounded(net, raw):
     handler = FakeHandler(delay_s=60)
     await net.serve(handler)
     gateway = await raw()
-    for number in range(1, MAX_CALLS + 2):
+    for number in range(1, 101):
         gateway.send(Administer(number, Sleep()))
     refused = await gateway.next(AdminFailed)
-    assert (refused.call_id, refused.error.code) == (MAX_CALLS + 1, "unavailable")
-    assert len(handler.calls) == MAX_CALLS
+    assert refused.error.code == "unavailable"
+    assert 0 < len(handler.calls) == refused.call_id - 1
 
 
 @pytest.mark.parametrize("call", [["Shutdown"], ["collective_rpc", "eval"], ["Sleep", "now"], ["Sleep", 1, "never"]])

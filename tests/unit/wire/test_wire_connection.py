@@ -188,10 +188,10 @@ async def test_silent_peer_is_lost(connect):
 
 
 async def test_local_stall_is_not_mistaken_for_a_silent_peer(connect):
-    end = await connect(RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1))
+    end = await connect(RpcConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.4))
     end.connection.start_heartbeat()
-    await asyncio.sleep(0.04)  # time: less than an interval
+    await asyncio.sleep(0.1)  # time: less than an interval
     await end.send_raw(b"\0\0\0\4fine")
-    time.sleep(0.3)  # noqa: ASYNC251 - time: the stall, longer than the timeout
+    time.sleep(0.7)  # noqa: ASYNC251 - time: the stall, longer than the timeout
     await eventually(lambda: end.peer.frames == [b"fine"])
     assert not end.connection.closed.is_set()

@@ -39,9 +39,10 @@ from medialane.wire import (
     raw_data,
     split,
 )
-from medialane.wire.payload import PIECE_BYTES, PIECES_AT_ONCE
 from waiting import eventually
 
+#: Tensors are sent in pieces, of which so many are written at once.
+PIECE_BYTES, PIECES_AT_ONCE = 64 * 1024, 4
 MIB = 1 << 20
 HOUR_S = 3600.0
 STORED = TensorDescriptor(TensorSpec("uint8", (4,)), ArenaRange("ab" * 16, 0, 1024, 1), 64)

@@ -11,10 +11,10 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from certificates import expired, tls_settings
+from handshakes import handshake
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, StartupFailed
 from medialane.wire import Authentication, Role, RpcConfig, Security, check_address, dial, is_loopback
-from medialane.wire.authentication import Handshake
 from medialane.worker import RpcServer
 
 SECRET = "0123456789abcdef"
@@ -42,7 +42,7 @@ def accepts(one: RpcConfig, other: RpcConfig) -> bool:
     """Whether a dialler's proof with the settings `one` is valid for a listener with `other`."""
     ends = Security.load(one).secrets, Security.load(other).secrets
     sides = [
-        Handshake(secrets, is_dialler=is_dialler, protocol="p", role=Role.STORE, peer_role=Role.STORE)
+        handshake(secrets, is_dialler=is_dialler, role=Role.STORE, peer_role=Role.STORE)
         for secrets, is_dialler in zip(ends, (True, False), strict=True)
     ]
     proof = sides[0].receive(sides[1].greeting)

@@ -11,11 +11,10 @@ import pytest
 import trustme
 
 from certificates import tls_settings
+from handshakes import GREETING_BYTES, PROOF_BYTES, handshake
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed
-from medialane.wire import Role, RpcConfig, Security
-from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets
-from medialane.wire.tls import channel
+from medialane.wire import RpcConfig, Security
 
 SECRET = "a secret of the tests"
 
@@ -132,14 +131,7 @@ async def test_handshake_in_flight_is_not_broken_by_a_renewal(tcp_net, worker, g
     for config in (worker, gateway):
         renew(config, ca)
     await tcp_net.connect(gateway)
-    ours = Handshake(
-        Secrets([SECRET.encode()]),
-        is_dialler=True,
-        protocol="rpc",
-        role=Role.GATEWAY,
-        peer_role=Role.WORKER,
-        channel=channel(writer.get_extra_info("ssl_object"), is_dialler=True),
-    )
+    ours = handshake(SECRET, writer)
     writer.write(ours.greeting + ours.receive(await reader.readexactly(GREETING_BYTES)))
     ours.receive(await reader.readexactly(PROOF_BYTES))
     assert ours.is_complete

@@ -90,7 +90,7 @@ async def test_stopped_worker_on_another_host_is_lost_soon(worker):
     client = await RpcClient.connect(worker.address, HELLO, RpcConfig())
     remotes = await streams(client, 5)
     worker.process.send_signal(signal.SIGSTOP)
-    assert 0.3 < await seconds_until_lost(client, remotes) < 2.0  # 0.9 s, more on a busy machine
+    assert 0.3 < await seconds_until_lost(client, remotes) < 5  # 0.9 s, more on a busy machine; 10 s on the same host
 
 
 async def test_worker_stopped_for_less_than_the_timeout_loses_no_requests(worker):

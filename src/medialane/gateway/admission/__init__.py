@@ -12,7 +12,7 @@ from medialane.gateway.admission.queues import (
     Ticket,
 )
 from medialane.gateway.admission.shared_counts import SharedCounts
-from medialane.gateway.admission.tenants import Admission, Tenant, Tenants
+from medialane.gateway.admission.tenants import Admission, Tenant, TenantLimits, Tenants
 
 __all__ = [
     "Admission",
@@ -27,6 +27,7 @@ __all__ = [
     "Queues",
     "SharedCounts",
     "Tenant",
+    "TenantLimits",
     "Tenants",
     "Ticket",
 ]

@@ -2,12 +2,13 @@
 
 Theory of operation. Requests of one priority are shared out by deficit round robin (Shreedhar, Varghese 1995): each
 tenant in turn is served until what it has been served exceeds its credit, which each turn raises by `_QUANTUM` tokens.
-One whose request has cost more owes that; what is left of a turn, or owed, is kept while it does not wait. One that
-begins to wait is the next if it has some left (as new flows of RFC 8290): so who asks now and then does not wait for a
-turn of all others. Within a tenant the same is done between requests with media and those without, so
-that text does not wait behind media. Among requests of one tenant and kind the earliest deadline is next; if so many
-wait that the newest could not be served by its deadline, the newest: then some are still served in time, and not all
-too late.
+One whose request has cost more owes that; what is left of a turn, or owed, is kept while it does not wait. It then
+earns what each of the others is served, up to `_SAVED` tokens, so that a tenant whose few requests leave gaps between
+them gets its share, too. One that begins to wait is the next if it has some left (as new flows of RFC 8290): so who
+asks now and then does not wait for a turn of all others. Within a tenant the same is done between requests with media
+and those without, so that text does not wait behind media. Among requests of one tenant and kind the earliest deadline
+is next; if so many wait that the newest could not be served by its deadline, the newest: then some are still served in
+time, and not all too late.
 
 A lower number is more urgent. Every `_FLOOR`-th request served is the one that has waited longest, whatever its
 priority, so that none waits for ever. If there are more than may wait, the newest of the least urgent, of the tenant
@@ -30,6 +31,8 @@ from medialane.gateway.admission.flow import Flow
 _FLOOR: Final = 16
 #: Tokens of a turn: about those of a short text, so that turns are short.
 _QUANTUM: Final = 128
+#: The most that one earns while it does not wait: a few requests, by which it may delay others.
+_SAVED: Final = 4096
 #: Credits that are kept of those that do not wait, and empty priorities.
 _MAX_IDLE: Final = 256
 
@@ -86,14 +89,19 @@ class _Turns(Generic[_Key, _Child]):
 
     def __init__(self) -> None:
         self.children: OrderedDict[_Key, _Child] = OrderedDict()
-        self._credit: dict[_Key, int] = {}
+        self._credit: dict[_Key, float] = {}
+        #: Tokens that a child has been served that always waited, and those when a child ceased to wait.
+        self._served = 0.0
+        self._left_at: dict[_Key, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self.children)
 
     def add(self, key: _Key, child: _Child) -> _Child:
         """Add a child that begins to wait."""
-        self._credit.setdefault(key, _QUANTUM)
+        credit = self._credit.setdefault(key, _QUANTUM)
+        earned = self._served - self._left_at.pop(key, self._served)
+        self._credit[key] = max(credit, min(credit + earned, _SAVED))
         self.children[key] = child
         self.children.move_to_end(key, last=False)
         return child
@@ -101,8 +109,9 @@ class _Turns(Generic[_Key, _Child]):
     def drop(self, key: _Key) -> None:
         """Remove a child that does not wait any more."""
         del self.children[key]
-        if len(self._credit) > len(self.children) + _MAX_IDLE:
-            del self._credit[key]
+        self._left_at[key] = self._served
+        if len(self._left_at) > _MAX_IDLE:
+            del self._left_at[key], self._credit[key]
 
     def first(self) -> _Key:
         while self._credit[key := next(iter(self.children))] <= 0:
@@ -115,6 +124,7 @@ class _Turns(Generic[_Key, _Child]):
 
     def pay(self, key: _Key, tokens: int) -> None:
         self._credit[key] -= tokens
+        self._served += tokens / len(self.children)
 
 
 class _Tenant(_Turns[bool, _Line]):

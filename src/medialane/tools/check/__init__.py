@@ -6,8 +6,7 @@ process of its own, and alone imports vLLM.
 
 from medialane.tools.check.case import Answer, Case, CaseRequest, EndpointKind, Upload
 from medialane.tools.check.client import CheckClient
-from medialane.tools.check.display import show, show_tensors
-from medialane.tools.check.results import CaseResult, CheckReport, compare, encode
+from medialane.tools.check.results import CaseResult, CheckReport, compare, encode, show
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import (
     CheckProgress,
@@ -19,7 +18,7 @@ from medialane.tools.check.servers import (
     plain_vllm,
     server_process,
 )
-from medialane.tools.check.tensors import TensorReport
+from medialane.tools.check.tensors import TensorReport, show_tensors
 
 __all__ = [
     "Answer",

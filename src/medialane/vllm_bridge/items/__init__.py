@@ -8,12 +8,13 @@ from medialane.vllm_bridge.items.features import (
     encode_item,
     tensor_over,
 )
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, PlaceholderLayouts
 from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media, tokenizes_blanks
 from medialane.vllm_bridge.items.options import (
     check_model_io,
     check_options,
     check_processor_options,
+    check_worker_options,
     final_io,
     item_options,
 )
@@ -31,12 +32,14 @@ __all__ = [
     "ArenaDecoder",
     "ArenaEncoder",
     "ArenaItem",
+    "PlaceholderLayouts",
     "Unreadable",
     "VllmFrameSampler",
     "VllmProcessor",
     "check_model_io",
     "check_options",
     "check_processor_options",
+    "check_worker_options",
     "decode_item",
     "decode_item_without_tensors",
     "decode_small_fields",

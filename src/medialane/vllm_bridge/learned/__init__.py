@@ -7,7 +7,7 @@ from medialane.vllm_bridge.learned.assembler import VllmAssembler
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport, normalization_of
 from medialane.vllm_bridge.learned.reference_tensors import compare_fields
 from medialane.vllm_bridge.learned.sent_tensors import TensorsReader
-from medialane.vllm_bridge.learned.settings import processor_settings
+from medialane.vllm_bridge.learned.settings import describe, processor_settings
 from medialane.vllm_bridge.learned.validation import placeholder_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "TensorsReader",
     "VllmAssembler",
     "compare_fields",
+    "describe",
     "normalization_of",
     "placeholder_of",
     "processor_settings",

@@ -9,13 +9,13 @@ class Intake:
     """`IntakeMiddleware` with what it shares with other parts of a gateway. The owner calls `close`."""
 
     def __init__(self, app, config=None, media=None, **settings):
-        self._fairness = LoopFairness()
+        self.fairness = LoopFairness()
         self._middleware = IntakeMiddleware(
-            app, media or MediaConfig(), config or GatewayConfig(), self._fairness, **settings
+            app, media or MediaConfig(), config or GatewayConfig(), self.fairness, **settings
         )
 
     async def __call__(self, scope, receive, send):
         await self._middleware(scope, receive, send)
 
     def close(self):
-        self._fairness.close()
+        self.fairness.close()
