@@ -224,9 +224,8 @@ class _Link(FakeLink):
         self._session = SessionReports(
             cast("Any", worker),
             cast("Any", _Connection(self.to_gateway, receive)),
+            _RPC,
             relay=worker.relay,
-            max_frame_bytes=_RPC.max_frame_bytes,
-            max_pending=_RPC.max_in_flight,
         )
         self._session.start()
         self._cluster = cluster

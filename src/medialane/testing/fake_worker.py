@@ -197,8 +197,8 @@ class FakeRequests(ClientRequests):
         self.answer(remote)
         return remote
 
-    def fail_movable(self, error: MedialaneError) -> None:
-        """Nothing moves."""
+    def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
+        """Nothing is aborted."""
 
 
 class FakeClient(RpcClient):

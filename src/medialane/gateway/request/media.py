@@ -141,10 +141,7 @@ class RequestMedia:
     async def _described(self, ref: MediaRef, budget: ImageBudget) -> StagedItem:
         with self.scope.record.finding(ref) as timeline:
             described = await self.features.described(ref, self.source.options, timeline, budget)
-        if described is None:
-            return await self._found("processed", ref, budget)
-        content, feature = described
-        return StagedItem(ref, feature, content_hash=content)
+        return described or await self._found("processed", ref, budget)
 
     def _budget(self) -> ImageBudget:
         return ImageBudget(self._assembly, self.source.options, self.scope.preparation)

@@ -168,9 +168,9 @@ class StoreFeatures:
 
     async def described(
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
-    ) -> tuple[str, Feature] | None:
-        """Return the content hash of `ref`, and its feature without tensors, which is known from the size of its media:
-        nothing is processed. None if its header also depends on its content.
+    ) -> StagedItem | None:
+        """Return the feature of `ref` without tensors, which is known from the size of its media: nothing is processed.
+        None if its header also depends on its content.
 
         `budget` is as in `processed`.
         """
@@ -184,7 +184,8 @@ class StoreFeatures:
         if (described := reply.described) is None:
             return None
         key = self.key(ref, options, content=reply.content_hash)
-        return reply.content_hash, Feature(ref.modality, key, described.header, (), described.size)
+        feature = Feature(ref.modality, key, described.header, (), described.size)
+        return StagedItem(ref, feature, content_hash=reply.content_hash)
 
     async def _looked_at(
         self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget
@@ -286,10 +287,8 @@ class StoreFeatures:
 
     def samples(self, feature: Feature) -> NDArray[np.float32]:
         """Return the samples of decoded audio, in the arena: valid while the caller holds them."""
-        try:
-            return np.frombuffer(self._link.tensor(feature.tensors[0]), np.float32)
-        except MediaLost as error:
-            raise self._link.unavailable(error.message) from error
+        (data,) = self.tensors(feature)
+        return np.frombuffer(data, np.float32)
 
     async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
         """Return a copy of the samples as a file (`core.wave`)."""

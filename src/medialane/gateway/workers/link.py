@@ -21,7 +21,6 @@ from medialane.types.errors import (
     ProtocolViolation,
     StartupFailed,
     WorkerLost,
-    WorkerStalled,
 )
 from medialane.types.request import EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
@@ -180,15 +179,10 @@ class WorkerLink:
         client.drain()
         return True
 
-    def fail(self, error: MedialaneError) -> None:
-        """Abort this gateway's requests at the worker: they raise `error`."""
+    def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
+        """Abort this gateway's requests at the worker, or those that another one can take over: they raise `error`."""
         if (client := self.client) is not None:
-            client.requests.fail(error)
-
-    def fail_movable(self) -> None:
-        """Abort the requests that another worker can take over: they raise WorkerStalled."""
-        if (client := self.client) is not None:
-            client.requests.fail_movable(WorkerStalled("the worker's engine is stalled"))
+            client.requests.fail(error, only_movable=only_movable)
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""

@@ -24,6 +24,7 @@ from medialane.types.errors import (
     MedialaneError,
     NoWorkerReady,
     WorkerLost,
+    WorkerStalled,
 )
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
 from medialane.types.retry_after import Outage
@@ -102,7 +103,7 @@ class WorkerPool:
             return
         self._outage.end()
         for stalled in self._stalled:
-            stalled.fail_movable()
+            stalled.fail(WorkerStalled("the worker's engine is stalled"), only_movable=True)
 
     def _wake(self) -> None:
         changes, self._changes = self._changes, asyncio.Event()
