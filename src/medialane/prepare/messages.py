@@ -15,7 +15,7 @@ channel.
     Fork (of SPARE) + control socket -> forks another fork server, with this control channel
           <---------------------- Forked + pidfd | ForkFailed
 
-*Jobs*, store <-> one preparer, SOCK_STREAM: msgpack messages in frames (`wire.framing`). A preparer keeps a job's
+*Jobs*, store <-> one preparer, SOCK_STREAM: msgpack messages in frames (`wire.connection`). A preparer keeps a job's
 tensors until FreeTensors; the store may send the next job before that.
 
     store                         preparer
@@ -54,7 +54,7 @@ from medialane.types.errors import ErrorReport, PreparationFailed, ProtocolViola
 from medialane.types.feature import MAX_HEADER_BYTES, Header
 from medialane.types.media import EncodedMedia, MediaSize, Modality
 from medialane.types.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
-from medialane.wire.framing import append_frame
+from medialane.wire.connection import append_frame
 
 #: Below the kernel's default send buffer (212 992), so that a packet is never split.
 MAX_CONTROL_BYTES = 128 * 1024

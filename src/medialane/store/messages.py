@@ -72,8 +72,7 @@ from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Moda
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
-from medialane.wire.connection import other_version
-from medialane.wire.framing import UNREADABLE, checked
+from medialane.wire.connection import UNREADABLE, checked, other_version
 
 ScrapedAs = Literal["gateway", "worker"]
 
@@ -445,10 +444,8 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Question = SendData | ImageSize
 LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
 Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
-Embedded = EmbeddingFound | NoEmbedding
-Item = ItemFound | ItemDescribed
-Found = Item | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | MediaLeased
-Reply = Found | CallFailed
+Found = ItemFound | ItemDescribed | EmbeddingFound | NoEmbedding | AliasResolved | EntriesHeld | EntriesPulled
+Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
 ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

@@ -23,7 +23,7 @@ import msgspec
 
 from medialane.transfer.peer_messages import MAX_MESSAGE_BYTES
 from medialane.types.errors import ProtocolViolation, TransferFailed
-from medialane.wire.framing import HEADER, append_frame
+from medialane.wire.connection import HEADER, append_frame
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from msgspec import Meta
 from medialane.types.errors import ErrorReport
 from medialane.types.feature import MAX_HEADER_BYTES, Feature, RemoteEntry
 from medialane.types.media import EncodedMedia
-from medialane.wire.framing import checked
+from medialane.wire.connection import checked
 
 #: Must be equal on both sides; incremented by every incompatible change.
 PEER_VERSION = 2

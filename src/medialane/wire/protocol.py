@@ -49,8 +49,7 @@ from medialane.types.errors import ErrorReport, ProtocolViolation
 from medialane.types.kv_events import KvChange
 from medialane.types.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.types.stats import MetricChanges, PendingWork
-from medialane.wire.connection import other_version
-from medialane.wire.framing import UNREADABLE
+from medialane.wire.connection import UNREADABLE, other_version
 
 #: Must be equal on both sides; incremented by every incompatible change.
 PROTOCOL_VERSION = 13

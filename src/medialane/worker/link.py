@@ -25,9 +25,8 @@ from medialane.types.errors import (
 )
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, check_version
+from medialane.wire.connection import Connection, check_version, raw_data
 from medialane.wire.dial import dial
-from medialane.wire.framing import raw_data
 from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,

@@ -23,8 +23,7 @@ from medialane.types.kv_events import KvChange
 from medialane.types.request import EncoderCard
 from medialane.types.stats import PendingWork
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
-from medialane.wire.framing import append_frame
+from medialane.wire.connection import Connection, append_frame
 from medialane.wire.protocol import (
     ArenaMapped,
     EncoderCleared,

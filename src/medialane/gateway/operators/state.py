@@ -135,10 +135,9 @@ class RequestSums(Sums):
 
 
 class GatewayView(msgspec.Struct, frozen=True):
-    """One gateway of the port. That is `asked` which answers; one that is not `up` has not answered it."""
+    """One gateway of the port; one that is not `up` has not answered."""
 
     index: str
-    asked: bool
     up: bool
     pid: int | None = None
     started_at: float | None = None
@@ -351,9 +350,7 @@ async def whole_state(
         version=medialane.__version__,
         model=model,
         window_s=WINDOW_S,
-        gateways=[
-            GatewayView(index, asked=False, up=False) if part is None else part.gateway for index, part in parts.items()
-        ],
+        gateways=[GatewayView(index, up=False) if part is None else part.gateway for index, part in parts.items()],
         store=store,
         workers=_workers([view for view in views if view.role == "worker"]),
         encoders=_workers([view for view in views if view.role == "encoder"]),

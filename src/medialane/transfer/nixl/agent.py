@@ -118,13 +118,6 @@ class AgentError(Exception):
     """NIXL has refused or failed a call. The message is for logs."""
 
 
-class Segment(msgspec.Struct, frozen=True):
-    """Memory of this process: `size` bytes at `ptr`."""
-
-    ptr: int
-    size: int
-
-
 class Transfer(Protocol):
     def is_done(self) -> bool:
         """Return whether all bytes have arrived; False while they may still arrive. Raises AgentError if the transfer
@@ -156,9 +149,10 @@ class Agent(Protocol):
         ...
 
     def read(
-        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Segment], notification: bytes
+        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Descriptor], notification: bytes
     ) -> Transfer:
-        """Start to copy `sources` of `peer` to as many destinations of the same sizes in registered memory of the host.
+        """Start to copy `sources` of `peer` to as many destinations of the same sizes in registered memory of this
+        process, which is the host's.
         The peer gets `notification` afterwards, unless it is empty. Raises AgentError: no byte arrives any more;
         RuntimeError if they may."""
         ...

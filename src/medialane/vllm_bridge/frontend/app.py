@@ -19,10 +19,9 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
-from starlette.websockets import WebSocket
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.reasoning import ReasoningParserManager
@@ -143,13 +142,6 @@ def _refusal(message: str) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-async def _refuse_realtime(websocket: WebSocket) -> None:
-    """Answer the handshake of vLLM's WebSocket for transcription; without a route it would be 403."""
-    message = "transcription in real time is not supported by this gateway: use /v1/audio/transcriptions"
-    error = {"message": message, "type": "NotImplementedError", "param": None, "code": 501}
-    await websocket.send_denial_response(JSONResponse({"error": error}, 501))
-
-
 #: Serves a request with JSON, from the parameters of its path and query. Raises MedialaneError.
 Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
@@ -265,7 +257,6 @@ class Frontend:
         if self.profile is not None:
             client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
-        app.add_api_websocket_route("/v1/realtime", _refuse_realtime)
         for path, probe in (probes or {}).items():
             _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
