@@ -4,10 +4,10 @@ The arena of this host is an interface (`HostArena`), implemented by `store.Stor
 are the worker's ends of transfer paths (the gateway's: `gateway.request.transfer_paths`): what was sent becomes
 readable bytes.
 
-`HeldEmbeddings` are the embeddings of one request: those that its gateway has sent instead of tensors, and those that
-the store has, or reserves memory for, when the worker asks it about items that came with tensors. One that is loaded is
-held until the engine has released the request, which may load it again after preemption. The hold of one that is
-written ends with the first output: the engine has encoded all items by then. At its end the store looks whether the
+`HeldEmbeddings` are the embeddings of one request: the ones that its gateway has sent instead of tensors, and the ones
+that the store has, or reserves memory for, when the worker asks it about items that came with tensors. One that is
+loaded is held until the engine has released the request, which may load it again after preemption. The hold of one that
+is written ends with the first output: the engine has encoded all items by then. At its end the store looks whether the
 embedding is complete.
 """
 
@@ -105,7 +105,7 @@ class NoArena:
 async def hold_entries(
     request: EngineRequest, held: Collection[ArenaRange], host_arena: HostArena
 ) -> tuple[EngineRequest, Hold | None, tuple[MoverName, ...]]:
-    """Hold the entries that the request reads, after those of another host were copied to the arena of this one. Those
+    """Hold the entries that the request reads, after another host's were copied to the arena of this one. Those
     in `held` are held already.
 
     Returns the request with the ranges of the copies, and what has copied them. Raises HandoverFailed.
