@@ -163,7 +163,7 @@ class DecodeOptions(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """One row. Its functions raise the modality's errors of `core.errors`.
+    """One row. Its functions raise the modality's errors of `types.errors`.
 
     `sniff` returns the media type of encoded bytes after checking their header; `decode` and `check` get it with the
     bytes. `check` raises what `decode` would raise for the header; for types in `sniffed_whole` nothing that `sniff`

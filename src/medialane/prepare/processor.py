@@ -39,7 +39,7 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decoded_item(media: Decoded) -> ProcessedItem:
-    """Return the array of decoded media as one tensor, laid out as in `core.media`, with an empty header (stage
+    """Return the array of decoded media as one tensor, laid out as in `types.media`, with an empty header (stage
     `decoded`)."""
     array: NDArray[Any] = np.ascontiguousarray(media.array)
     spec = TensorSpec(array.dtype.name, array.shape)  # type: ignore[arg-type]  # it checks the name
@@ -65,7 +65,7 @@ class Processor(Protocol):
         ...
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """Sample the same frames as the engine's own sampler (`core.media.FrameSampler`)."""
+        """Sample the same frames as the engine's own sampler (`types.media.FrameSampler`)."""
         ...
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:

@@ -168,7 +168,7 @@ class _Held(Generic[K, V]):
 
 
 class StoreHold(Generic[K, V]):
-    """One user's hold on one item (`core.feature.Hold`). `is_shared` is whether this client held the item already."""
+    """One user's hold on one item (`types.feature.Hold`). `is_shared` is whether this client held the item already."""
 
     def __init__(self, cache: HoldCache[K, V], held: _Held[K, V], *, is_shared: bool = False) -> None:
         self.is_shared = is_shared
@@ -390,7 +390,7 @@ class StoreEntries:
 
 
 class EntriesHold:
-    """The holds of one request (`core.feature.Hold`)."""
+    """The holds of one request (`types.feature.Hold`)."""
 
     def __init__(self, holds: ExitStack) -> None:
         self._holds: ExitStack | None = holds

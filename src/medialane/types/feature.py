@@ -343,7 +343,7 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     """One media item as sent to a worker, in any stage: its tensors by descriptor or by value.
 
     * Stage `features`: a feature's header and large tensors, and the item's `placeholder`.
-    * Stage `decoded`: one tensor, laid out as in `core.media`: pixels or frames (uint8), or samples (float32).
+    * Stage `decoded`: one tensor, laid out as in `types.media`: pixels or frames (uint8), or samples (float32).
     * Stage `url`: one tensor, the encoded bytes (uint8), their `media_type` and the decoding options `io`.
 
     `mm_hash` is the item's identifier in the engine, `param` its field in the client's request. `remote` is the

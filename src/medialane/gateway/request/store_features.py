@@ -291,7 +291,7 @@ class StoreFeatures:
         return np.frombuffer(data, np.float32)
 
     async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
-        """Return a copy of the samples as a file (`core.wave`)."""
+        """Return a copy of the samples as a file (`wave_bytes`)."""
         return await self._fairness.run(samples.nbytes, lambda: wave_bytes(samples, sample_rate))
 
     async def publish(self, entry: ArenaRange) -> bytes:

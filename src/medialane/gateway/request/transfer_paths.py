@@ -82,7 +82,7 @@ class ShmTransport(Transport):
 
 
 class PullTransport(Transport):
-    """With each entry goes the right to copy it (`core.remote_entry`). `mover` is the operator's choice of a mover."""
+    """With each entry goes the right to copy it (`types.feature.RemoteEntry`). `mover` is the operator's choice."""
 
     name = "pull"
     choices = ("tcp", "nixl")
