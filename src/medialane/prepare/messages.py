@@ -103,7 +103,7 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The processor is warm, after `warm_s` seconds.
 
-    `sandbox` is the sandbox of its preparers, `settings` are those of its processor. `probe` is the address of the
+    `sandbox` is the sandbox of its preparers, `settings` are its processor's. `probe` is the address of the
     arena's id in its memory: the pool tries to read it to find out whether it may.
     """
 
@@ -138,7 +138,7 @@ class ForkFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """The preparer has exited; `status` is that of os.waitstatus_to_exitcode (negative: killed by that signal)."""
+    """The preparer has exited; `status` is from os.waitstatus_to_exitcode (negative: killed by that signal)."""
 
     preparer_id: int
     status: int

@@ -123,7 +123,7 @@ class PreparerPool:
     ) -> Lease[Feature]:
         """Decode and process one item, publish its feature in the arena under `mm_hash`; the caller owns the lease.
 
-        `io` holds the decoding options (as in `MediaRef`), `options` those of the processor; without `options` the item
+        `io` holds the decoding options (as in `MediaRef`), `options` the processor's; without `options` the item
         is only decoded (stage `decoded`).
 
         The caller keeps `encoded`: the job pins it separately. Raises MediaOverloaded (queue full, or no preparer in

@@ -221,7 +221,7 @@ class Items:
         return described
 
     async def refer(self, source: ItemSource, processing: Processing) -> LeasedItem:
-        """Return the encoded bytes of an item of which no feature need exist: its client may name it from now on."""
+        """Return the encoded bytes of an item, for which no feature need exist: its client may name it from now on."""
         leased = await self.find(source, "encoded", processing)
         self._remember(source.ref, processing, leased.content_hash)
         return leased
@@ -404,7 +404,7 @@ class Items:
         return lease
 
     async def _admit(self, source: ItemSource, encoded: EncodedMedia) -> None:
-        """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""
+        """Ask whether the request may have an image of a URL; clients know the sizes of images that they send."""
         if source.ref.url is None or source.ref.modality != "image" or source.admit is None:
             return
         size = None

@@ -229,8 +229,8 @@ DIAL_TIMEOUT_S = 3.0
 
 
 class RpcServer:
-    """Serves `handler` to every gateway that connects, after `serve`, and to those that it has joined. Call `close` in
-    any case."""
+    """Serves `handler` to every gateway that connects, after `serve`, and to gateways that it has joined. Call `close`
+    in any case."""
 
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
         self.handler = handler
@@ -254,7 +254,7 @@ class RpcServer:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not been released, including those of closed connections."""
+        """Requests that have not been released, including requests of closed connections."""
         return sum(len(session.requests) for session in self._sessions)
 
     async def serve(self, address: str) -> str:

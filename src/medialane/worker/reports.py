@@ -56,7 +56,7 @@ class SessionReports:
         self._handler = handler
         self._relay = relay
         self._max_pending = config.max_in_flight
-        self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
+        self._pending: dict[int, int] = {}  # the gateway's numbers -> numbers at the other gateways
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=config.max_frame_bytes)
         self._unwatch: list[Callable[[], None]] = []
         self._reported: LoadReport | None = None

@@ -158,7 +158,7 @@ class Agent(Protocol):
         ...
 
     def notifications(self) -> list[bytes]:
-        """Return those that have arrived since the last call."""
+        """Return the notifications that have arrived since the last call."""
         ...
 
 
@@ -168,7 +168,7 @@ class Agent(Protocol):
 MAX_PACKET_BYTES = MAX_AGENT_METADATA_BYTES + 32 * 1024
 
 
-#: Reads in flight of one process, those that were given up included: each occupies a thread there.
+#: Reads in flight of one process, abandoned ones included: each occupies a thread there.
 MAX_READS = 32
 
 
@@ -209,7 +209,7 @@ class RemovePeer(msgspec.Struct, frozen=True, tag=True):
 class Read(msgspec.Struct, frozen=True, tag=True):
     """Copy `sources` of a peer to `offsets` of the arena's file, and send `notification` to the peer, if not empty.
 
-    If `entry` is given, the header before the first source must be that of this entry.
+    If `entry` is given, the header before the first source must be this entry's.
     """
 
     read_id: int
