@@ -208,10 +208,7 @@ class HeldEmbeddings:
     """Created for each request with the engine's encoder at that time. The owner calls `release` once the engine has
     released the request."""
 
-    def __init__(
-        self, encoder: EncoderCard | None, host_arena: HostArena, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> None:
-        self._answer_timeout_s = answer_timeout_s
+    def __init__(self, encoder: EncoderCard | None, host_arena: HostArena) -> None:
         self._encoder = encoder
         self._host_arena = host_arena
         self._held: dict[str, FoundEmbedding] = {}
@@ -294,7 +291,7 @@ class HeldEmbeddings:
         """Without an answer the engine encodes the item, and the embedding is not kept."""
         wait_s = min(max(item.embedding_wait_ms / 1000, 0.0), MAX_WAIT_S)
         try:
-            async with asyncio.timeout(wait_s + self._answer_timeout_s):
+            async with asyncio.timeout(wait_s + ANSWER_TIMEOUT_S):
                 reply = await self._host_arena.embedding(wanted, wait_s=wait_s, passed_with=passed_with)
         except (MedialaneError, TimeoutError) as error:
             logger.warning("the embedding of an item is not kept: %s", error)
