@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_store(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str) -> int:
-    """Implement `run` in a process whose environment is that of a store."""
+    """Implement `run` in a process with a store's environment."""
     tune_process()
 
     async def served() -> int:

@@ -89,7 +89,7 @@ CONNECTED = "connected-workers"
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker as its operator sees it. `run` is different each time that it is started, and empty while it is not
-    connected; `num_requests` are those of all gateways. `origin` is who has named it: --worker, or itself when it
+    connected; `num_requests` counts all gateways' requests. `origin` is who has named it: --worker, or itself when it
     joined. `unreachable_from` are the gateways of the port that have no connection to it, or do not answer."""
 
     name: str
@@ -103,7 +103,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerControl:
-    """`index` is that of this gateway among those of its port, of which `ask_others` asks the others."""
+    """`index` is this gateway's among the gateways of its port; `ask_others` asks the others."""
 
     def __init__(self, workers: WorkerPool, *, ask_others: AskOthers = no_others, index: str = "0") -> None:
         self._workers = workers

@@ -148,13 +148,13 @@ class Assembler(Protocol):
 
     @property
     def predicted(self) -> frozenset[Modality]:
-        """The modalities of which an item's header is a function of the media's size and the options, but for some
+        """The modalities for which an item's header is a function of the media's size and the options, but for some
         sizes or options (`Processor.describe`)."""
         ...
 
     @property
     def fallback_stages(self) -> Mapping[Modality, StageName]:
-        """The stages of prompts with items of which no features are made, by modality."""
+        """The stages of prompts with items that get no features, by modality."""
         ...
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
@@ -164,7 +164,7 @@ class Assembler(Protocol):
     def place(
         self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
     ) -> Sequence[PlaceholderRange | None]:
-        """Return where the items of an expanded prompt are, of which `ranges` say only offset and length: None for an
+        """Return where the items of an expanded prompt are, whose `ranges` say only offset and length: None for an
         item whose placeholder is not there. Raises InvalidFeature, PromptTooLong."""
         ...
 

@@ -229,7 +229,7 @@ class StoreServer:
             use.end()
 
     def _exposer(self) -> str:
-        """Return the id of the worker that has been connected for longest among those that are scraped; empty if there
+        """Return the id of the worker that has been connected for longest among the scraped ones; empty if there
         are gateways, which all have the series of their host."""
         scraped = [session.hello for session in self._sessions if session.hello is not None and session.hello.scraped]
         if not scraped or any(hello.scraped == "gateway" for hello in scraped):
@@ -296,7 +296,7 @@ class StoreSession:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Those of the calls that are being answered."""
+        """Holds of the calls that are being answered."""
         return list(self._tasks.values())
 
     async def reclaim(self) -> None:

@@ -2,7 +2,7 @@
 
 Theory of operation. Every route is of one of these kinds, by the *matched* route's path: so no spelling of a path (an
 encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route that is not
-listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
+listed needs the admin key if there is one, otherwise an API key: what an upgrade or a plugin adds is closed.
 
     kind      routes                                        accepted keys
     open      OPEN                                          none is needed

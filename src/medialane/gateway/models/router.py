@@ -1,6 +1,6 @@
 """The ASGI app of the process in front of several models: finds the model of a request, and passes it on.
 
-Theory of operation. The name is that of the query (`?model=NAME`), or else the member or field `model` of the body,
+Theory of operation. The name is in the query (`?model=NAME`), otherwise it is the member or field `model` of the body,
 which is read no further than that (`model_name`). The gateways check keys. To keep others from filling the memory, a
 body is read here only for callers that have some key of this server; and what answers for several models asks each with
 the caller's own key. A request that names no model is refused: vLLM's default, its first name, would let a client get
@@ -67,7 +67,7 @@ _NO_LIMIT = 1 << 62
 
 
 class Exchange:
-    """`path` is that of the request without `root_path`, `asked` the model in its query. What is read of its body is
+    """`path` is the request's without `root_path`, `asked` the model in its query. What is read of its body is
     charged to `memory` until a gateway has it."""
 
     def __init__(

@@ -69,7 +69,7 @@ MAX_LEARNED = 4096
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What the router is told of a model: `label` is its table's name; `names` are from `--served-model-name`,
+    """What the router knows of a model: `label` is its table's name; `names` are from `--served-model-name`,
     `adapters` from `--lora-modules`, `sockets` the paths at which its gateways listen."""
 
     label: str
@@ -187,7 +187,7 @@ class ServedModels:
         return next((each for each in self.all if each.is_listening()), self.all[0])
 
     def learn(self, model: Model, names: Iterable[str]) -> None:
-        """Remember what a model lists; a name that is already that of another one stays so."""
+        """Remember what a model lists; a name that another model already has stays that model's."""
         self._learned = {name: each for name, each in self._learned.items() if each is not model}
         for name in list(names)[:MAX_LEARNED]:
             if (known := self.find(name)) is None:

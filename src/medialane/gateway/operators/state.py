@@ -43,7 +43,7 @@ STAGES = (
     "upload", "intake", "admission", "fetch", "prepare", "decode", "process", "assemble", "encode", "route", "handover",
     "queue", "prefill", "answer",
 )  # fmt: skip
-#: Over so many seconds are the sums of a part.
+#: Seconds over which a part has sums.
 WINDOW_S = 60.0
 #: Listed workers, running requests, decisions, and groups by tenant or origin.
 MAX_WORKERS, MAX_LIVE, MAX_DECISIONS, MAX_GROUPS = 100, 50, 20, 20
@@ -215,7 +215,7 @@ def _decisions(recent: RecentRequests, gateway: str) -> Iterator[dict[str, objec
 
 
 async def _let_others_run(number: int) -> None:
-    """Wait for an iteration of the event loop after so many pieces of work."""
+    """Wait for an iteration of the event loop after a number of pieces of work."""
     if number % _PIECES == 0:
         await asyncio.sleep(0)
 

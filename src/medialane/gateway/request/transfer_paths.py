@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Transport(ABC):
-    """The gateway's end. With --transport auto all are allowed, otherwise those that have the value in `choices`."""
+    """The gateway's end. With --transport auto all are allowed, otherwise transports that have the value in
+    `choices`."""
 
     #: In metrics, logs and reports.
     name: ClassVar[str]

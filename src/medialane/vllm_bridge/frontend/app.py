@@ -117,8 +117,8 @@ def _route_of(app: Any) -> RouteOf:
 
 
 def refuse_unsupported(app: Any, *, render_only: bool = False) -> None:
-    """Answer 501, with a message, for those of the app's routes that are not supported, with `render_only` also for
-    those that need an engine. They stay in its schema."""
+    """Answer 501, with a message, for the app's routes that are not supported, with `render_only` also for
+    routes that need an engine. They stay in its schema."""
     for route in [route for route in app.routes if isinstance(route, Route)]:
         if route.path in UNSUPPORTED:
             message = f"{UNSUPPORTED[route.path]} is not supported: this gateway has several engines"
@@ -193,7 +193,7 @@ class Frontend:
 
     @property
     def is_pooling(self) -> bool:
-        """Whether the model is served for pooling: its tasks are those that its workers report."""
+        """Whether the model is served for pooling: its workers report its tasks."""
         return bool(self.config.model_config.runner_type == "pooling")
 
     @property
@@ -233,8 +233,8 @@ class Frontend:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
         an error recorded in `backend`. `actions` are medialane's, by method and path ("POST /path/{parameter}"), like
-        `endpoints`, which respond themselves or raise MedialaneError; `probes` are those of health, by path, of which
-        `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the workers, by default what a model
+        `endpoints`, which respond themselves or raise MedialaneError; `probes` are health checks, by path, of which
+        `/health` replaces vLLM's, which assumes one engine; `tasks` are the workers', by default what a model
         that generates supports. With `render_only` there are none, and calls that need one are refused. For
         `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
@@ -288,7 +288,7 @@ class Frontend:
         """Return the tasks, and vLLM's app for them."""
         tasks = tasks or self._tasks
         if not tasks:
-            raise ValueError("the tasks of a model for pooling are those of its workers")
+            raise ValueError("the tasks of a model for pooling are its workers'")
         return tasks, self.routes if tasks == self._tasks else self._routes_of(tasks)
 
     def _routes_of(self, tasks: tuple[str, ...]) -> FastAPI:
@@ -314,7 +314,7 @@ def build_frontend(model: str, vllm_args: Sequence[str]) -> None:
 
 def take_frontend(model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> Frontend:
     """Return what was built for this model and these flags before this process was forked, or build it: call it before
-    serving. The caller owns it. `api_keys` are those of `--api-key`, which is not among the flags. Raises
+    serving. The caller owns it. `api_keys` are from `--api-key`, which is not among the flags. Raises
     StartupFailed."""
     key = model, tuple(vllm_args)
     if key not in _built:
@@ -331,7 +331,7 @@ def _assembler(config: ModelConfig, profile: ModelProfile | None) -> Assembler:
 
 
 class _NoAssembler:
-    """Used for models of which no items are processed one by one, or without media."""
+    """Used for models whose items are not processed one by one, or without media."""
 
     accepts_item_options = False
     max_tokens = sys.maxsize
