@@ -48,7 +48,7 @@ class Arena:
         self._unfinished: list[Unfinished] = []
         self._closed = False
         self._leaving: ClientSlot | None = None
-        #: That of the owner's own processes which write to the arena.
+        #: The slot of the owner's own processes which write to the arena.
         self.slot = new_slot()
         self._table: EntryTable[Cached] = EntryTable(
             self.id,

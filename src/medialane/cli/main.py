@@ -198,7 +198,7 @@ def _meant(parser: argparse.ArgumentParser, unknown: list[str], command: Command
 
 
 def _hide_secrets(vllm_args: list[str]) -> tuple[list[str], list[str]]:
-    """Return vLLM's flags, those of its `--config` file included, without those that have a secret as value: that
+    """Return vLLM's flags, with its `--config` file's, without flags that have a secret as value: the secret
     becomes a variable of this process, from which only processes that need it inherit it. Also return the flags with
     secrets that are in this process's command line. Raises StartupFailed."""
     if not vllm_args:

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
-    """Load the settings; return the models, if they are several. One model of a file becomes that of the command line.
+    """Load the settings; return the models, if they are several. One model of a file becomes the command line's.
     Raises StartupFailed."""
     flags, environ = given_settings(args), process_environ()
     config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=model_groups.TABLES)

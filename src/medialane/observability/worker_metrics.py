@@ -118,7 +118,7 @@ class MetricMirror:
         self._series: dict[int, MetricSeries] = {}
         self._values: dict[int, float] = {}
         self._num_sent = 0
-        #: That of the worker's processes, in bytes.
+        #: Memory of the worker's processes, in bytes.
         self.memory: Mapping[ProcessKind, int] = {}
 
     def __len__(self) -> int:

@@ -193,7 +193,7 @@ class NewItem(NamedTuple):
 
 
 class EncodeCosts(NamedTuple):
-    """Rates, in milliseconds: `request_ms` is that of an encode request besides its embeddings."""
+    """Rates, in milliseconds: `request_ms` is the cost of an encode request besides its embeddings."""
 
     embed_ms: float
     request_ms: float
@@ -213,7 +213,7 @@ class EncodeCosts(NamedTuple):
         return self.request_ms + queue_ms + self.encode_ms(item) + load_ms
 
     def worker_ms(self, item: NewItem, num_sequences: float) -> float:
-        """Return the cost of an item at a worker, with that of the sequences that it delays there."""
+        """Return the cost of an item at a worker, including the sequences that it delays there."""
         return self.encode_ms(item) * (1 + _DELAY_WEIGHT * num_sequences)
 
 

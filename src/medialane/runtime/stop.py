@@ -89,7 +89,7 @@ KILL_TIMEOUT_S = 10.0
 class PidfdProcess:
     """A child process, or one forked by another process. Owns a pidfd: it becomes readable when the kernel has
     terminated the process, so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called
-    then; that of a child reaps it, others are reaped by their parent, or by init."""
+    then, and reaps a child; others are reaped by their parent, or by init."""
 
     def __init__(self, pid: int, pidfd: int, on_exit: Callable[[], object] = lambda: None) -> None:
         self.pid = pid

@@ -344,7 +344,7 @@ def identified(document: dict[str, Any], request_id: str) -> dict[str, Any]:
 
 def _with_model(document: dict[str, Any], model: str) -> dict[str, Any]:
     """Return vLLM's error about an unknown model with the name that is served. vLLM hides whatever looks like a path,
-    and so that of a model in a folder, although `/v1/models` has it."""
+    and so the name of a model in a folder, although `/v1/models` has it."""
     error = document.get("error")
     message = str(error.get("message")).removesuffix(".") if isinstance(error, dict) else ""
     if not isinstance(error, dict) or not message.endswith(_HIDDEN_MODEL):

@@ -222,7 +222,7 @@ class _Answer(NamedTuple):
 
 
 class RefusedByModel(Exception):
-    """A model's answer is to be that of all."""
+    """A model's answer is to be the answer for all models."""
 
     def __init__(self, answer: _Answer) -> None:
         super().__init__(answer.status)

@@ -265,7 +265,7 @@ function choices(view) {
 /** What the choice of a worker was compared by, in ms. */
 export const costOf = (decision) => Object.values(decision.cost_ms ?? {}).reduce((all, part) => all + part, 0);
 
-/** A cost beside that of the choice. */
+/** A cost beside the choice's. */
 export const costText = (cost, chosen) => (ms(cost) === ms(chosen) ? 'equal' : ms(cost));
 
 function choiceLines(decision) {

@@ -465,8 +465,8 @@ class Attempts:
         return remote
 
     def _begin(self, first: OutputDelta) -> None:
-        """Record the first output. That of an answer that goes on is about a prompt of ours, which says nothing of the
-        client's."""
+        """Record the first output. The first one of an answer that goes on is about a prompt of ours, which says
+        nothing of the client's."""
         self.has_begun = True
         self._end_turn()
         call, timeline = self.call, self.call.scope.timeline

@@ -175,8 +175,8 @@ class Frontend:
             expand_marks(self.profile.processor)
         self.processor_settings = processor_settings(model_config, self.profile)
         self.assembler = _assembler(model_config, self.profile)
-        #: Without middleware stack and state. None for a model that is served for pooling: its tasks are those that its
-        #: workers report.
+        #: Without middleware stack and state. None for a model that is served for pooling: its tasks are the ones that
+        #: its workers report.
         self.routes: FastAPI | None = None
         self._tasks: tuple[str, ...] = ()
         if self.is_pooling:
