@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: the description of the machine, tables, bars, the JSON file.
+"""Shared by all benchmarks: their command line, the description of the machine, tables, bars, the JSON file.
 
 A benchmark module, `bench_<name>.py`, has `ABOUT` and `run(options) -> Report`. Peers alternate in one run, and the
 ratio is what counts: the machine's speed drifts.
@@ -6,20 +6,28 @@ ratio is what counts: the machine's speed drifts.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from medialane.runtime.host import machine as machine
 from medialane.runtime.host import percentile as percentile
 from medialane.runtime.host import versions
+from medialane.types.errors import StartupFailed
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+_PREFIX = "bench_"
+_ALL = "all"
+#: Takes a quarter of an hour or more, or installs a peer: runs only by name.
+_NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
 
 
 class Bar(msgspec.Struct):
@@ -59,6 +67,67 @@ class Report:
     tables: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser, folder: Path) -> None:
+    known = ", ".join([*names(folder), _ALL])
+    parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but {', '.join(sorted(_NOT_IN_ALL))})")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, as a smoke test: figures are not meaningful"
+    )
+    parser.add_argument(
+        "--other",
+        type=Path,
+        metavar="FOLDER",
+        help="start: another checkout, to compare with (default: commit 4f951fe)",
+    )
+    parser.add_argument(
+        "--observed",
+        action="store_true",
+        help="serve, stream, loop: our servers with the page open, a log of requests and a tenth of the traces",
+    )
+    parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 100000)")
+
+
+def run(args: argparse.Namespace, folder: Path) -> int:
+    """Run the benchmark, or all of `folder`; 0 if every bar is reached, 1 if one is missed. The JSON file is written
+    after each, so that no result is lost. Raises StartupFailed."""
+    wanted = _wanted(folder, args.name)
+    if args.requests is not None and args.requests < 1:
+        raise StartupFailed("--requests must be positive")
+    if args.other is not None and not (args.other / "src" / "medialane").is_dir():
+        raise StartupFailed(f"--other {args.other}: not a checkout of medialane")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
+    measured_on = machine()
+    options = Options(quick=args.quick, num_requests=args.requests, other=args.other, observed=args.observed)
+    reports: list[Report] = []
+    for name in wanted:
+        benchmark: Any = importlib.import_module(_PREFIX + name)
+        print(f"running {name}: {benchmark.ABOUT}", flush=True)
+        report: Report = benchmark.run(options)
+        print(show(report), flush=True)
+        reports.append(report)
+        if args.json is not None:
+            args.json.write_bytes(document(reports, measured_on))
+    return 0 if all(bar.ok for report in reports for bar in report.bars) else 1
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names of the benchmarks in a folder."""
+    return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
+
+
+def _wanted(folder: Path, name: str) -> list[str]:
+    known = names(folder)
+    if name == _ALL:
+        return [each for each in known if each not in _NOT_IN_ALL]
+    if name not in known:
+        raise StartupFailed(f"there is no benchmark {name!r}; there are {', '.join(known)} and {_ALL}")
+    return [name]
 
 
 def document(reports: Sequence[Report], measured_on: dict[str, object]) -> bytes:

@@ -32,9 +32,15 @@ def view():
         reservation.abandon()
 
 
-def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view):
-    from medialane.vllm_bridge.items import tensor_over
+@pytest.fixture
+def pinned():
     from medialane.vllm_bridge.items.arena_tensors import pinned
+
+    return pinned
+
+
+def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view, pinned):
+    from medialane.vllm_bridge.items import tensor_over
 
     view, descriptor = view
     registered = pinned(view.memory, torch.cuda)
@@ -49,9 +55,7 @@ def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view):
     del tensor
 
 
-def test_registration_that_cuda_refuses_is_logged_and_kernels_run(view, caplog):
-    from medialane.vllm_bridge.items.arena_tensors import pinned
-
+def test_registration_that_cuda_refuses_is_logged_and_kernels_run(view, pinned, caplog):
     view, _ = view
     registered = pinned(view.memory, torch.cuda)
     wait_until(torch.frombuffer(view.memory, dtype=torch.uint8).is_pinned)

@@ -197,13 +197,13 @@ class FakeRequests(ClientRequests):
         self.answer(remote)
         return remote
 
-    def fail_movable(self, error: MedialaneError) -> None:
-        """Nothing moves."""
+    def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
+        """Nothing is aborted."""
 
 
 class FakeClient(RpcClient):
-    """A registered connection that sends nothing: `sent` are the messages to the worker, and a test passes those of the
-    worker to `reports.received` and `calls.received`. Administrative calls are answered by `admin_result`, reads of
+    """A registered connection that sends nothing: `sent` are the messages to the worker, and a test passes messages of
+    the worker to `reports.received` and `calls.received`. Administrative calls are answered by `admin_result`, reads of
     metrics by no change; with `is_silent`, neither until `respond`. With `send`, all of it is left to that."""
 
     def __init__(

@@ -25,9 +25,8 @@ from medialane.types.errors import (
 )
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, check_version
+from medialane.wire.connection import Connection, check_version, raw_data
 from medialane.wire.dial import dial
-from medialane.wire.framing import raw_data
 from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,
@@ -79,21 +78,16 @@ class Session:
         self.error: MedialaneError | None = None
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._registered: Hello | None = None
-        self._is_welcome = False
+        #: Whether the gateway was registered.
+        self.is_welcome = False
         self._tasks = asyncio.TaskGroup()
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
         self.connection = Connection(self, config, max_frame_bytes=max_hello_bytes)
         self._calls = SessionCalls(
             handler, self.connection.send, self._tasks, on_encoder_cleared=server.relay.encoder_cleared
         )
-        self._reports = SessionReports(
-            handler,
-            self.connection,
-            relay=server.relay,
-            max_frame_bytes=config.max_frame_bytes,
-            max_pending=config.max_in_flight,
-        )
-        self._requests = SessionRequests(
+        self._reports = SessionReports(handler, self.connection, config, relay=server.relay)
+        self.requests = SessionRequests(
             handler,
             self.connection,
             config=config,
@@ -111,16 +105,6 @@ class Session:
     def is_open(self) -> bool:
         return not self.connection.closed.is_set()
 
-    @property
-    def is_welcome(self) -> bool:
-        """Whether the gateway was registered."""
-        return self._is_welcome
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have not been released."""
-        return len(self._requests)
-
     async def run(self) -> None:
         """Return when the connection is closed and its requests are released."""
         try:
@@ -129,17 +113,13 @@ class Session:
                 await self.connection.closed.wait()
                 registration.cancel()
                 self._calls.cancel()
-                self._requests.cancel()
+                self.requests.cancel()
         finally:
             self.connection.end(WorkerLost("the session has ended"))
 
-    @property
-    def request_tasks(self) -> list[asyncio.Task[None]]:
-        return self._requests.tasks
-
     def stop(self, error: MedialaneError) -> None:
         """Shut down: fail every request with `error` and cancel it, and close the connection when they are released."""
-        self._requests.stop(error)
+        self.requests.stop(error)
         self._disconnect_if_drained()
 
     def end(self, error: MedialaneError) -> None:
@@ -155,10 +135,10 @@ class Session:
 
     def received(self, frame: memoryview) -> None:
         if (piece := raw_data(frame)) is not None:
-            self._requests.payload.add(piece)
+            self.requests.payload.add(piece)
             return
         message = decode_to_worker(frame)
-        if self._is_welcome:
+        if self.is_welcome:
             self._act(message)
         elif isinstance(message, Hello) and not self._hello.done():
             self._hello.set_result(message)
@@ -168,26 +148,26 @@ class Session:
             raise _unexpected(message)
 
     def beat(self) -> None:
-        if self._is_welcome:
+        if self.is_welcome:
             self._reports.report_load()
 
     def lost(self, error: MedialaneError) -> None:
-        if self._is_welcome and self._registered is not None:
+        if self.is_welcome and self._registered is not None:
             logger.info("gateway %s disconnected: %s", self._registered.gateway_id, error.message)
         self.error = self.error or error
-        self._requests.payload.drop()
+        self.requests.payload.drop()
         self._reports.stop()
 
     def _act(self, message: ToWorker | UnreadableSubmit) -> None:
         match message:
             case Submit():
-                self._requests.submit(message)
+                self.requests.submit(message)
             case Payload():
-                self._requests.payload.begin(message.sizes)
+                self.requests.payload.begin(message.sizes)
             case DropPayload():
-                self._requests.payload.drop()
+                self.requests.payload.drop()
             case Abort():
-                self._requests.abort(message.request_id)
+                self.requests.abort(message.request_id)
             case Ping():
                 self.connection.send(Pong(message.n))
             case ResyncBlocks() | Pending() | PendingEnded():
@@ -195,7 +175,7 @@ class Session:
             case Administer() | ReadMetrics() | Drain():
                 self._calls.start(message)
             case UnreadableSubmit():
-                self._requests.refuse_unreadable(message)
+                self.requests.refuse_unreadable(message)
             case Hello() | Refused():
                 raise _unexpected(message)
 
@@ -223,7 +203,7 @@ class Session:
         self.connection.close()
 
     def _welcome(self, hello: Hello, welcome: Welcome) -> None:
-        self._is_welcome = True
+        self.is_welcome = True
         self.connection.send(welcome)
         self.connection.accept_large_frames()
         self.connection.start_heartbeat()
@@ -236,7 +216,7 @@ class Session:
         self._disconnect_if_drained()
 
     def _disconnect_if_drained(self) -> None:
-        if self._requests.is_drained:
+        if self.requests.is_drained:
             self.connection.close()
 
 
@@ -249,8 +229,8 @@ DIAL_TIMEOUT_S = 3.0
 
 
 class RpcServer:
-    """Serves `handler` to every gateway that connects, after `serve`, and to those that it has joined. Call `close` in
-    any case."""
+    """Serves `handler` to every gateway that connects, after `serve`, and to gateways that it has joined. Call `close`
+    in any case."""
 
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
         self.handler = handler
@@ -261,7 +241,9 @@ class RpcServer:
         self.request_ids: set[str] = set()
         self._listener: Listener | None = None
         self._sessions: dict[Session, asyncio.Task[None]] = {}
-        self._unidentified = PendingConnections(_end_unidentified)
+        self._unidentified: PendingConnections[Session] = PendingConnections(
+            lambda session: session.end(WorkerLost("too many connections are not registered"))
+        )
         self._gateway_ids: dict[Session, str] = {}  # of the identified ones
         self._stopped = False
 
@@ -272,8 +254,8 @@ class RpcServer:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not been released, including those of closed connections."""
-        return sum(session.num_running for session in self._sessions)
+        """Requests that have not been released, including requests of closed connections."""
+        return sum(len(session.requests) for session in self._sessions)
 
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to (with the port that the kernel chose for port 0).
@@ -308,7 +290,7 @@ class RpcServer:
         """Report at once that the handler is draining, and wait until no request runs."""
         for session in self._sessions:
             session.beat()
-        while running := [task for session in self._sessions for task in session.request_tasks]:
+        while running := [task for session in self._sessions for task in session.requests.tasks]:
             await asyncio.wait(running)
 
     async def stop(self, error: MedialaneError | None = None) -> None:
@@ -399,7 +381,3 @@ class RpcServer:
         self._gateway_ids.pop(session, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a session has failed", exc_info=error)
-
-
-def _end_unidentified(session: Session) -> None:
-    session.end(WorkerLost("too many connections are not registered"))

@@ -1,7 +1,7 @@
 """Runs a worker process: listen for gateways or join them, watch the engine, shut down.
 
 On a signal, or when an operator asks for it, the worker drains: gateways are informed, new requests are refused, and
-those that run have some time to end. Then they are failed, whereupon the gateways continue them elsewhere, and
+running requests have some time to end. Then they are failed, whereupon the gateways continue them elsewhere, and
 cancelled, and the engine releases them; then the engine's processes are terminated. If the engine is lost, it cannot
 release anything, so its processes are terminated first. What the requests hold at the store ends with them, or with
 this process.
@@ -93,7 +93,7 @@ async def serve_until(
             membership = _membership(worker, server, gateways, config)
             draining = _drained(stop, worker, server, drain_timeout_s)
             show_ready("serving")
-            async with watched(lambda: _status(server)):
+            async with watched(lambda: f"{server.num_gateways} gateways, {server.num_in_flight} requests"):
                 lost = await _is_lost(worker, draining, membership)
     finally:
         if lost:
@@ -117,10 +117,6 @@ def _membership(worker: Worker, server: RpcServer, gateways: Sequence[TcpAddress
     if gateways:
         logger.info("worker %s joins gateways as %s", worker.worker_id, name)
     return Membership(gateways, partial(server.join, join=join), config=config)
-
-
-def _status(server: RpcServer) -> str:
-    return f"{server.num_gateways} gateways, {server.num_in_flight} requests"
 
 
 async def _drained(stop: Stop, worker: Worker, server: RpcServer, timeout_s: float) -> None:

@@ -410,7 +410,7 @@ async def describe(features, ref):
 async def test_image_is_described_by_its_header_without_its_bytes(link, features):
     size = MediaSize(60, 40)
     link.reply = ItemDescribed(7, content_hash(DATA), Described(b"header", size))
-    _, feature = await describe(features, sent())
+    feature = (await describe(features, sent())).feature
     (call,) = link.calls
     assert (type(call), call.size, call.num_bytes, call.ref.data) == (DescribeItem, size, len(DATA), None)
     assert (feature.header, feature.tensors, feature.size) == (b"header", (), size)
@@ -423,7 +423,7 @@ async def test_image_whose_header_leaves_its_size_open_is_written_for_the_store_
     PILImage.new("P", (60, 40)).save(file, "GIF")
     link.reply = ItemDescribed(7, content_hash(file.getvalue()), Described(b"header", MediaSize(60, 40)))
     link.questions = [SendData(7, ENTRY)]
-    content, _ = await describe(features, sent(file.getvalue()))
+    content = (await describe(features, sent(file.getvalue()))).content_hash
     assert link.calls[0].size is None
     assert content == content_hash(file.getvalue())
     assert bytes(link.memory[: len(file.getvalue())]) == file.getvalue()
@@ -431,7 +431,8 @@ async def test_image_whose_header_leaves_its_size_open_is_written_for_the_store_
 
 async def test_content_of_a_url_is_what_the_store_says(link, features):
     link.reply = ItemDescribed(7, "of the url", Described(b"header", MediaSize(60, 40)))
-    content, feature = await describe(features, by_url())
+    item = await describe(features, by_url())
+    content, feature = item.content_hash, item.feature
     assert content == "of the url"
     assert feature.mm_hash == features.key(by_url(), b"{}", content="of the url")
 

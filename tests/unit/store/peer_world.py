@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from handshakes import handshake
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
 from medialane.transfer import Mover, Pulls
 from medialane.transfer.peer_connection import PeerConnection
@@ -79,6 +80,11 @@ async def dialled(address: str) -> PeerConnection:
     peer = PeerConnection()
     await dial(address, peer, AUTHENTICATION)
     return peer
+
+
+def greeting(secret: str) -> bytes:
+    """What a store that dials another one sends first."""
+    return handshake(secret, protocol=PROTOCOL, role=Role.STORE, peer_role=Role.STORE).greeting
 
 
 async def send_bytes(peer: PeerConnection, data: bytes) -> None:

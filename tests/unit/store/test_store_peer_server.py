@@ -9,31 +9,20 @@ from contextlib import suppress
 
 import pytest
 import trustme
-from peer_world import Host
+from peer_world import Host, greeting
 
 from certificates import tls_settings
+from handshakes import PROOF_BYTES
 from medialane.transfer import peer_server
-from medialane.transfer.peer_messages import PROTOCOL
-from medialane.wire import Role, RpcConfig
-from medialane.wire.authentication import PROOF_BYTES, Handshake, Secrets
+from medialane.wire import RpcConfig
 from waiting import eventually
 
 SECRET = "a secret for these tests alone"
+OTHER_SECRET = "another secret of enough bytes"
 #: Of hostile peers; stores connect from 127.0.0.1.
 HOSTILE = ("127.0.0.2", 0)
 NUM_HOSTILE = 1000
 TIMEOUT_S = 2.5
-
-
-def greeting() -> bytes:
-    handshake = Handshake(
-        Secrets([b"another secret of enough bytes"]),
-        is_dialler=True,
-        protocol=PROTOCOL,
-        role=Role.STORE,
-        peer_role=Role.STORE,
-    )
-    return handshake.greeting
 
 
 #: What hostile peers send at once. Those that send nothing, or too little, stay until they are aborted.
@@ -43,9 +32,9 @@ GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: store\r\n\r\n",
     b"\xff\xff\xff\xff" + bytes(1 << 16),
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    greeting()[:7],
-    greeting(),
-    greeting() + os.urandom(PROOF_BYTES),
+    greeting(OTHER_SECRET)[:7],
+    greeting(OTHER_SECRET),
+    greeting(OTHER_SECRET) + os.urandom(PROOF_BYTES),
 ]
 
 
@@ -122,7 +111,7 @@ async def test_peer_that_sends_a_byte_at_a_time_is_cut_at_its_deadline(source):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     async with asyncio.timeout(10):
         with suppress(ConnectionError):
-            for byte in greeting():
+            for byte in greeting(OTHER_SECRET):
                 writer.write(bytes([byte]))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TIMEOUT_S / 4):  # time: a slow peer

@@ -11,10 +11,10 @@ import ssl
 import msgspec
 import pytest
 import trustme
-from handshakes import GREETING_BYTES, handshake
 from rpc_requests import engine_request, tokens_of
 
 from certificates import tls_settings
+from handshakes import GREETING_BYTES, handshake
 from limits import no_free_descriptors
 from medialane.gateway.workers import RpcClient
 from medialane.testing.fake_worker import FakeHandler
@@ -24,7 +24,7 @@ from waiting import DEADLINE_S, eventually, retried
 from written_lines import written_lines
 
 SECRET = "a secret of the tests"
-TIMEOUT_S = 0.4
+TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")

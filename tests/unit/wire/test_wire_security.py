@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
-from handshakes import handshake
 
 from certificates import expired, tls_settings
+from handshakes import handshake
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed, StartupFailed
 from medialane.wire import Authentication, Role, RpcConfig, Security, check_address, dial, is_loopback

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import trustme
-from handshakes import GREETING_BYTES, PROOF_BYTES, handshake
 
 from certificates import tls_settings
+from handshakes import GREETING_BYTES, PROOF_BYTES, handshake
 from medialane.testing.fake_worker import FakeHandler
 from medialane.types.errors import AuthenticationFailed
 from medialane.wire import RpcConfig, Security

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMedia:
-    """The items of one prompt (a `core.feature.StagedMedia`). The request's scope owns all their leases."""
+    """The items of one prompt (implements `types.feature.StagedMedia`). The request's scope owns all their leases."""
 
     def __init__(
         self,
@@ -141,10 +141,7 @@ class RequestMedia:
     async def _described(self, ref: MediaRef, budget: ImageBudget) -> StagedItem:
         with self.scope.record.finding(ref) as timeline:
             described = await self.features.described(ref, self.source.options, timeline, budget)
-        if described is None:
-            return await self._found("processed", ref, budget)
-        content, feature = described
-        return StagedItem(ref, feature, content_hash=content)
+        return described or await self._found("processed", ref, budget)
 
     def _budget(self) -> ImageBudget:
         return ImageBudget(self._assembly, self.source.options, self.scope.preparation)
@@ -188,7 +185,7 @@ class PlainHashes:
         for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
             content = item.content_hash or ""
             (fetched[content],) = self._features.tensors(item.feature)
-            # Those of leased media are found by their lease.
+            # Leased media are found by their lease.
             url = items[number].url if is_leased(items[number].url) else None
             items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
         return msgspec.structs.replace(prompt, items=tuple(items)), fetched

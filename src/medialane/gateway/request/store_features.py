@@ -168,9 +168,9 @@ class StoreFeatures:
 
     async def described(
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
-    ) -> tuple[str, Feature] | None:
-        """Return the content hash of `ref`, and its feature without tensors, which is known from the size of its media:
-        nothing is processed. None if its header also depends on its content.
+    ) -> StagedItem | None:
+        """Return the feature of `ref` without tensors, which is known from the size of its media: nothing is processed.
+        None if its header also depends on its content.
 
         `budget` is as in `processed`.
         """
@@ -184,7 +184,8 @@ class StoreFeatures:
         if (described := reply.described) is None:
             return None
         key = self.key(ref, options, content=reply.content_hash)
-        return reply.content_hash, Feature(ref.modality, key, described.header, (), described.size)
+        feature = Feature(ref.modality, key, described.header, (), described.size)
+        return StagedItem(ref, feature, content_hash=reply.content_hash)
 
     async def _looked_at(
         self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget
@@ -253,7 +254,7 @@ class StoreFeatures:
 
     async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> StagedItem:
         """Return the feature of tensors that a client has sent, which are written to the arena unless it has them. Its
-        key is that of the tensors: it is the content hash of the result and of its reference."""
+        key is the tensors': it is the content hash of the result and of its reference."""
         num_bytes = sum(spec.nbytes for spec in item.specs)
         self._check_fits(ref, num_bytes)
         content = await self._fairness.run(
@@ -286,13 +287,11 @@ class StoreFeatures:
 
     def samples(self, feature: Feature) -> NDArray[np.float32]:
         """Return the samples of decoded audio, in the arena: valid while the caller holds them."""
-        try:
-            return np.frombuffer(self._link.tensor(feature.tensors[0]), np.float32)
-        except MediaLost as error:
-            raise self._link.unavailable(error.message) from error
+        (data,) = self.tensors(feature)
+        return np.frombuffer(data, np.float32)
 
     async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
-        """Return a copy of the samples as a file (`core.wave`)."""
+        """Return a copy of the samples as a file (`wave_bytes`)."""
         return await self._fairness.run(samples.nbytes, lambda: wave_bytes(samples, sample_rate))
 
     async def publish(self, entry: ArenaRange) -> bytes:
@@ -327,7 +326,7 @@ class StoreFeatures:
             content = await self._fairness.run(len(data), lambda: content_hash(data))
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
 
-    async def _ask(  # noqa: PLR0917 - they are those of `_find`
+    async def _ask(  # noqa: PLR0917 - the same as of `_find`
         self, ref: MediaRef, call: Callable[[int], Call], timeline: StageTimeline, budget: ImageBudget, form: Form
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""

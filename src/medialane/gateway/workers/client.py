@@ -278,16 +278,11 @@ class ClientRequests:
         self._end(request_id)
         remote.on_release()
 
-    def fail_movable(self, error: MedialaneError) -> None:
-        """Abort the requests that another worker can take over; their iterations raise `error`."""
+    def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
+        """Abort all requests, or the ones that another worker can take over; their iterations raise `error`."""
         for remote in list(self._requests.values()):
-            if remote.can_move:
+            if remote.can_move or not only_movable:
                 remote.abort(error)
-
-    def fail(self, error: MedialaneError) -> None:
-        """Abort all requests; their iterations raise `error`."""
-        for remote in list(self._requests.values()):
-            remote.abort(error)
 
     def lost(self, *, is_draining: bool) -> None:
         """Fail all requests: the connection is closed. A worker that `is_draining` has ended as planned."""

@@ -31,7 +31,9 @@ class JoinServer:
         self._config = config
         self._serve_worker = serve_worker
         self._listener: Listener | None = None
-        self._unidentified = PendingConnections(_end_unidentified)
+        self._unidentified: PendingConnections[RpcClient] = PendingConnections(
+            lambda client: client.connection.end(WorkerLost("too many unidentified connections"))
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, address: str) -> str:
@@ -88,7 +90,3 @@ class JoinServer:
         if not _NAME.fullmatch(join.name):
             raise StartupFailed("the worker's name must have 1 to 200 letters, digits or characters of _.:/@+-")
         return join
-
-
-def _end_unidentified(client: RpcClient) -> None:
-    client.connection.end(WorkerLost("too many unidentified connections"))

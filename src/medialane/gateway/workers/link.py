@@ -21,7 +21,6 @@ from medialane.types.errors import (
     ProtocolViolation,
     StartupFailed,
     WorkerLost,
-    WorkerStalled,
 )
 from medialane.types.request import EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
@@ -124,7 +123,7 @@ class WorkerLink:
 
     @property
     def worker_id(self) -> str:
-        """That of the worker's run; empty if it is not connected."""
+        """The id of the worker's run; empty if it is not connected."""
         client = self.client
         return "" if client is None else client.welcome.worker_id
 
@@ -180,15 +179,11 @@ class WorkerLink:
         client.drain()
         return True
 
-    def fail(self, error: MedialaneError) -> None:
-        """Abort this gateway's requests at the worker: they raise `error`."""
+    def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
+        """Abort this gateway's requests at the worker, or the ones that another worker can take over: they raise
+        `error`."""
         if (client := self.client) is not None:
-            client.requests.fail(error)
-
-    def fail_movable(self) -> None:
-        """Abort the requests that another worker can take over: they raise WorkerStalled."""
-        if (client := self.client) is not None:
-            client.requests.fail_movable(WorkerStalled("the worker's engine is stalled"))
+            client.requests.fail(error, only_movable=only_movable)
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""

@@ -135,7 +135,7 @@ class EngineEmbeddings:
 
 
 def _weights(config: VllmConfig) -> str:
-    """Return the version of the model's weights; empty if it is unknown, as that of a model that is not downloaded."""
+    """Return the version of the model's weights; empty if it is unknown, as of a model that is not downloaded."""
     try:
         return weights_version(config)
     except UnknownEncoder:
@@ -226,7 +226,7 @@ def encoder_digest(config: VllmConfig) -> str:
 
 def _media_settings(media: Any) -> list[str]:
     """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
-    normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
+    normalised. Not whether the engine has a language model: an encoder's digest equals the workers'."""
     own = [field.name for field in fields(media) if field.name.startswith("mm_encoder_")]
     return ["mm_device_do_normalize", *(name for name in own if name != "mm_encoder_only")]
 

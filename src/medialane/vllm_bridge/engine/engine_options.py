@@ -1,4 +1,4 @@
-"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires.
+"""vLLM's engine arguments for a worker: the user's flags, and the flags that medialane requires.
 
 What can be said about a model before a worker runs it: how its media are handled, if embeddings are kept.
 """
@@ -28,7 +28,7 @@ HASH_ALGORITHM = "sha256_cbor"
 def engine_args(
     model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None, role: WorkerRole = "worker"
 ) -> AsyncEngineArgs:
-    """Return the engine arguments; those of an encoder are for an engine without a language model.
+    """Return the engine arguments; an encoder's are for an engine without a language model.
 
     Raises StartupFailed for flags unknown to vLLM or unsupported in a worker.
     """

@@ -68,8 +68,8 @@ MODALITY = "image"
 
 
 class AcceptedEmbeds(TypedDict):
-    """Sent as msgpack. `fields` are those of an item (`UNNAMED`: one tensor with one row per placeholder token); none
-    if embeddings are not accepted, and `fault` says why. `width` is that of a row."""
+    """Sent as msgpack. `fields` are an item's (`UNNAMED`: one tensor with one row per placeholder token); none
+    if embeddings are not accepted, and `fault` says why. `width` is a row's."""
 
     fields: list[str]
     width: int
@@ -227,7 +227,7 @@ class SourceRenderer:
 
 
 def _with_decoder_prompt(prompt: SourcePrompt, tokens: Mapping[str, Any], text: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return vLLM's prompt: `tokens`, or with those of the encoder instead, followed by a decoder's."""
+    """Return vLLM's prompt: `tokens`, or the encoder's instead, followed by a decoder's."""
     if prompt.encoder_token_ids is None:
         return {**tokens, **text}
     encoder = {**tokens, "prompt_token_ids": prompt.encoder_token_ids}

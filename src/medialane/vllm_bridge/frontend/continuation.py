@@ -27,8 +27,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from medialane.types.request import CompletionDelta, Logprobs, TokenLogprob
 from medialane.vllm_bridge.seams.engine import CompletionText, TokenTexts
 
-#: Delivered tokens with which a detokenizer is fed, if their text is longer than stop strings; and those before them,
-#: its prompt.
+#: Delivered tokens with which a detokenizer is fed, if their text is longer than stop strings; and the tokens before
+#: them, its prompt.
 NUM_FED = 64
 NUM_CONTEXT = 64
 

@@ -82,7 +82,7 @@ def encode_item(
 
 
 def small_values(header: bytes) -> dict[str, bytes]:
-    """Return the fields of which values are in the header, encoded, by name."""
+    """Return the fields whose values are in the header, encoded, by name."""
     fields = _DECODER.decode(header).fields
     return {
         field.name: _ENCODER.encode(field.value)
@@ -99,7 +99,7 @@ def large_tensors(header: bytes) -> dict[str, list[int]]:
 def named_values(
     header: bytes, tensors: Sequence[memoryview]
 ) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, object]]:
-    """Return all tensors of an item and their bytes, and its other values, by name; those of a field that is a list
+    """Return all tensors of an item and their bytes, and its other values, by name; tensors of a field that is a list
     have its name and their place, `field.0`. Raises InvalidFeature."""
     found: dict[str, tuple[TensorSpec, memoryview]] = {}
     others: dict[str, object] = {}
@@ -206,7 +206,7 @@ def _emptied(value: Value) -> Value:
             return Scalar(None) if isinstance(value, Scalar) else value
 
 
-# Images of equal size have equal headers. Their items share its small tensors, like those in vLLM's processor cache.
+# Images of equal size have equal headers. Their items share its small tensors, like items in vLLM's processor cache.
 _cached_template = lru_cache(maxsize=512)(_new_template)
 
 

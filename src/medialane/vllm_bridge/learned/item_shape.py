@@ -6,12 +6,12 @@ its header and the shapes of its large tensors.
 
 The shapes of a model's items, learned from these samples.
 
-Theory of operation. Dimensions that differ between the samples may differ between requests; those that are equal in
-all of them (patch size, tile size, mel bins) are fixed by the model's weights. Less is known of a field that is missing
-from some samples, or of varying rank. A request's own processor options can change either, and vLLM does not check the
-result against the model: its encoder then raises inside EngineCore, or returns fewer embeddings than the prompt
-has placeholder tokens; either crashes every request. So an item of a request with options must have the dimensions
-common to all samples, and no fewer embeddings than tokens. The number that the model itself produces is
+Theory of operation. Dimensions that differ between the samples may differ between requests; dimensions that are equal
+in all of them (patch size, tile size, mel bins) are fixed by the model's weights. Less is known of a field that is
+missing from some samples, or of varying rank. A request's own processor options can change either, and vLLM does not
+check the result against the model: its encoder then raises inside EngineCore, or returns fewer embeddings than the
+prompt has placeholder tokens; either crashes every request. So an item of a request with options must have the
+dimensions common to all samples, and no fewer embeddings than tokens. The number that the model itself produces is
 derived in one of two ways, whichever the samples confirm:
 
 * in most families each embedding represents a fixed number of elements of the largest field (patches, tiles), or of
@@ -69,7 +69,7 @@ def trial_image(width: int, height: int) -> Image:
 
 
 def trial_video(width: int = 64, height: int = 64, num_frames: int = 4) -> FrameBatch:
-    """Return a short clip of which all frames were sampled."""
+    """Return a short clip whose frames were all sampled."""
     metadata = {
         "total_num_frames": num_frames,
         "fps": 2.0,
@@ -198,7 +198,7 @@ class ItemShape(msgspec.Struct, frozen=True):
     has_positions: bool
 
     def check(self, modality: str, item: MultiModalKwargsItem, *, has_options: bool) -> None:
-        """Raise InvalidFeature unless the item's fields match those of the samples."""
+        """Raise InvalidFeature unless the item's fields match the samples'."""
         required = {name for name, spec in self.fields.items() if not spec.is_optional}
         if not required <= item.keys() <= self.fields.keys():
             raise InvalidFeature(f"{modality}: fields {sorted(item)} instead of {sorted(self.fields)}")
@@ -217,7 +217,7 @@ class ItemShape(msgspec.Struct, frozen=True):
 
 
 def learn_shapes(trial: TrialItems, *, has_positions: bool) -> Mapping[Modality, ItemShape]:
-    """Return the shapes of a model's items; none of a modality of which no sample can be processed."""
+    """Return the shapes of a model's items; none for a modality whose samples cannot be processed."""
     return {
         modality: _learn(trial.layouts, items, has_positions=has_positions)
         for modality, items in trial.by_modality.items()

@@ -154,7 +154,7 @@ _MAX_FORM_CHARS = 100
 def compare_fields(
     plain: Values, ours: Values, hugging_face: Values | None, normalisation: PixelNormalisation | None
 ) -> tuple[FieldComparison, ...]:
-    """Compare all fields of an item, those of plain vLLM first. `normalisation` is the device's; None if there is
+    """Compare all fields of an item, plain vLLM's first. `normalisation` is the device's; None if there is
     none."""
     theirs = (
         {}

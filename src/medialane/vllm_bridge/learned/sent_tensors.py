@@ -93,7 +93,7 @@ class TensorsReader:
         self._shapes = {m: shape for m, shape in profile.shapes.items() if m not in profile.unfit}
         self._checker = profile.checker
         self._headers = HeaderWriter(profile.processor)
-        #: Of a client's media the size is not known. Where tokens depend on it, a prompt does not fit that of a sample.
+        #: Of a client's media the size is not known. Where tokens depend on it, a prompt does not fit a sample's.
         self._sizes = {modality: made[0].size for modality, made in profile.trial.by_modality.items() if made}
 
     def read(self, modality: Modality, data: bytes) -> SentTensors:
@@ -114,7 +114,7 @@ class TensorsReader:
         return SentTensors(modality, item, encode_item(item))
 
     def equals(self, sent: SentTensors, header: bytes, tensors: Sequence[memoryview]) -> bool:
-        """Return whether the item equals, byte by byte, that of a feature."""
+        """Return whether the item equals a feature's, byte by byte."""
         own = decode_item(header, tensors)
         try:
             in_order = MultiModalKwargsItem({name: own[name] for name in sorted(own)})
@@ -179,7 +179,7 @@ class TensorsReader:
 
 
 class _ItemValues:
-    """Those of one item, which are counted while they are read."""
+    """The tensors of one item, which are counted while they are read."""
 
     def __init__(self) -> None:
         self._num_left = MAX_VALUES

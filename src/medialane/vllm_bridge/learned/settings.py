@@ -249,7 +249,7 @@ class _Describer:
         return {type(value).__qualname__: inner}
 
     def mapping(self, value: Mapping[Any, object], path: str) -> Tree:
-        """Without the order of keys, which may be that of a set."""
+        """Without the order of keys, which may come from a set."""
         pairs = [[self.tree(key, path), self.tree(inner, f"{path}[{key}]")] for key, inner in value.items()]
         return {type(value).__qualname__: sorted(pairs, key=msgspec.json.encode)}
 

@@ -106,7 +106,7 @@ def hf_processor_of(processor: BaseMultiModalProcessor) -> Any | None:
 
 
 def load_hf_processor(processor: BaseMultiModalProcessor) -> Any:
-    """Return a Hugging Face processor like that of `processor`, loaded anew: no use has changed it."""
+    """Return a Hugging Face processor like `processor`'s, loaded anew: no use has changed it."""
     context = processor.info.ctx
     cached_get_processor.cache_clear()
     return MULTIMODAL_REGISTRY.create_processor(
@@ -127,7 +127,7 @@ def prompt_updates(
     options: Mapping[str, object],
     kwargs: MultiModalKwargsItems,
 ) -> Mapping[str, Sequence[Sequence[Any]]]:
-    """Return the placeholder tokens of each item: by modality, then by item, the updates of which one applies."""
+    """Return the placeholder tokens of each item: by modality, then by item, the updates; one of them applies."""
     return processor._get_mm_prompt_updates(items, options, kwargs)
 
 
@@ -282,7 +282,7 @@ def mm_hashes(
     options: Mapping[str, object],
     io: Mapping[str, Mapping[str, object]],
 ) -> Mapping[str, list[str]]:
-    """Return the hashes of all items of a prompt, by modality; of those with a uuid, the item is not read."""
+    """Return the hashes of all items of a prompt, by modality; items with a uuid are not read."""
     inputs = ProcessorInputs(
         prompt=[],
         mm_data_items=MultiModalDataItems({name: ProcessorBatchItems(each, name) for name, each in items.items()}),
