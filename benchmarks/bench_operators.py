@@ -136,7 +136,7 @@ async def _page_ms(turns: int) -> float:
         [WorkerLink(_worker(n), hello, rpc=rpc, config=config, metrics=metrics) for n in range(NUM_WORKERS)]
     )
     endpoints = [Endpoint(_worker(n), _worker(n), True, WorkerLoad(), 1) for n in range(NUM_WORKERS)]
-    own, best = GatewayView("0", asked=True, up=True), float("inf")
+    own, best = GatewayView("0", up=True), float("inf")
     for _ in range(turns):
         started = time.thread_time()
         parts = {"0": await own_part(own, recent, pool)}

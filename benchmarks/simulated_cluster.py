@@ -1,8 +1,8 @@
 """Gateways and simulated workers in virtual time, in one process.
 
 What is real: the engines' schedulers and caches, the workers' batches of KV events, the reports of each worker to each
-gateway, the announcements of requests between gateways (`worker.reports`, `rpc.gateway_group`,
-`gateway.workers.reports`), and each gateway's router (`gateway.route`). Connections are replaced by a delay,
+gateway, the announcements of requests between gateways (`worker.reports`,
+`gateway.workers.reports`), and each gateway's router (`gateway.request.route`). Connections are replaced by a delay,
 computation by `step_s`. Time is that of the event loop, which skips idle times: a run does not depend on the machine's
 load and is deterministic.
 """
@@ -182,7 +182,7 @@ class _Wire:
 
 
 class _Connection:
-    """What `SessionReports` uses of `rpc.Connection`; `receive` gets its messages at the gateway."""
+    """What `SessionReports` uses of `wire.Connection`; `receive` gets its messages at the gateway."""
 
     paused = False
 

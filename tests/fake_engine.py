@@ -71,7 +71,7 @@ class FakeParams(msgspec.Struct, frozen=True):
 
 
 class FakeContinuable:
-    """`core.continuation.Continuable` of a request to the fake engine; `obstacle` is given."""
+    """`types.request.Continuable` of a request to the fake engine; `obstacle` is given."""
 
     num_choices = 1
 
@@ -85,7 +85,7 @@ class FakeContinuable:
 
 
 class FakeRest(msgspec.Struct, frozen=True):
-    """`core.continuation.RestOfChoice` of the fake engine, whose text does not depend on what precedes it."""
+    """`types.request.RestOfChoice` of the fake engine, whose text does not depend on what precedes it."""
 
     index: int
     sampling_params: bytes

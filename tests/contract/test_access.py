@@ -190,7 +190,7 @@ async def test_preflight_needs_no_key(client):
     assert (await client.options("/metrics")).status_code == 401
 
 
-async def test_websocket_needs_the_key(app):
+async def test_websocket_is_refused_before_vllms_route(app):
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "query_string": b""}
     sent = []
 
@@ -199,7 +199,7 @@ async def test_websocket_needs_the_key(app):
 
     await app(scope, None, send)
     assert [(m["type"], m.get("status")) for m in sent] == [
-        ("websocket.http.response.start", 401),
+        ("websocket.http.response.start", 501),
         ("websocket.http.response.body", None),
     ]
 

@@ -11,7 +11,7 @@ from medialane.types.admin import ResetEncoderCache, ResetPrefixCache, Sleep, Wa
 from medialane.types.errors import StartupFailed
 from medialane.types.request import EncoderCard
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, encoder_digest
-from medialane.vllm_bridge.engine.engine_options import engine_args, keep_embeddings
+from medialane.vllm_bridge.engine.engine_options import engine_args
 from medialane.vllm_bridge.engine.engine_request import clamp
 from medialane.vllm_bridge.frontend import encode_params
 from medialane.vllm_bridge.seams.encoder_cache import restore_inputs
@@ -58,6 +58,11 @@ def test_max_tokens_may_fill_the_context_left_by_the_expanded_prompt(asked, num_
     assert (params.max_tokens, params.min_tokens) == (granted, granted or 0)
 
 
+def no_embeddings(config, wanted, **role):
+    """Why the engine of this configuration keeps no embeddings; empty if it does."""
+    return EngineEmbeddings(config, wanted, arena_directory="/nowhere", **role).reason
+
+
 def config_of(model, *flags):
     return engine_args(str(model), ["--enforce-eager", *flags]).create_engine_config()
 
@@ -86,18 +91,18 @@ def test_prefix_caching_is_off_only_for_poolers_whose_results_it_would_change(ti
 def test_engine_whose_embeddings_cannot_be_kept_starts_without_or_not_at_all(tiny_model, flags, why):
     config = config_of(tiny_model, *flags)
     before = config.ec_transfer_config
-    assert why in keep_embeddings(config, "auto", arena_directory="/nowhere")
+    assert why in no_embeddings(config, "auto")
     assert config.ec_transfer_config is before
     with pytest.raises(StartupFailed, match=why):
-        keep_embeddings(config, "on", arena_directory="/nowhere")
+        no_embeddings(config, "on")
 
 
 def test_embeddings_are_kept_where_possible_unless_switched_off(tiny_model):
     config = config_of(tiny_model)
-    assert keep_embeddings(config, "off", arena_directory="/nowhere") == "--encode-cache off"
+    assert no_embeddings(config, "off") == "--encode-cache off"
     assert config.ec_transfer_config is None
     for wanted in ("auto", "on"):
-        assert keep_embeddings(config, wanted, arena_directory="/nowhere") == ""
+        assert no_embeddings(config, wanted) == ""
         assert config.ec_transfer_config.is_ec_consumer
         config.ec_transfer_config = None
 
@@ -110,8 +115,8 @@ def test_encoder_has_no_language_model_and_the_digest_of_the_workers(tiny_model)
     args = encoder_config(tiny_model)
     assert args.kv_events_config is None
     config, worker = args.create_engine_config(), config_of(tiny_model)
-    assert keep_embeddings(config, "auto", arena_directory="/nowhere", role="encoder") == ""
-    assert keep_embeddings(worker, "auto", arena_directory="/nowhere") == ""
+    assert no_embeddings(config, "auto", role="encoder") == ""
+    assert no_embeddings(worker, "auto") == ""
     config.__post_init__()  # as EngineCore does
     assert (config.is_mm_encoder_only, config.ec_transfer_config.is_encode_only) == (True, True)
     assert (worker.is_mm_encoder_only, worker.ec_transfer_config.is_encode_only) == (False, False)
@@ -129,7 +134,7 @@ def test_encoder_has_no_language_model_and_the_digest_of_the_workers(tiny_model)
 def test_encoder_that_cannot_keep_embeddings_does_not_start(tiny_model, flags, wanted, why):
     config = encoder_config(tiny_model, *flags).create_engine_config()
     with pytest.raises(StartupFailed, match=f"--role encoder is not possible: .*{why}"):
-        keep_embeddings(config, wanted, arena_directory="/nowhere", role="encoder")
+        no_embeddings(config, wanted, role="encoder")
 
 
 def test_parameters_of_an_encode_request_are_read_by_the_engine():
@@ -142,7 +147,7 @@ def test_restored_inputs_are_those_without_a_connector(tiny_model):
     """EngineCore completes its configuration again, which would enable embeddings sent by clients."""
     for flags in ((), ("--enable-mm-embeds",)):
         config = config_of(tiny_model, *flags)
-        assert keep_embeddings(config, "on", arena_directory="/nowhere") == ""
+        assert no_embeddings(config, "on") == ""
         config.__post_init__()
         media = config.model_config.multimodal_config
         assert media.enable_mm_embeds
@@ -168,7 +173,7 @@ async def test_encoder_whose_weights_are_replaced_while_it_is_loaded_is_unknown(
     """Otherwise old embeddings would have the digest of the new weights."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
-    engines = [EngineEmbeddings(config_of(folder), wanted=wanted, reason="") for wanted in ("auto", "on")]
+    engines = [EngineEmbeddings(config_of(folder), wanted, arena_directory="/nowhere") for wanted in ("auto", "on")]
     with next(folder.glob("*.safetensors")).open("ab") as weights:
         weights.write(b"more")
     await engines[0].learn(measured)
@@ -179,7 +184,7 @@ async def test_encoder_whose_weights_are_replaced_while_it_is_loaded_is_unknown(
 
 
 async def test_encoders_that_get_the_same_call_last_have_equal_digests_and_new_ones(tiny_model):
-    first, second = (EngineEmbeddings(config_of(tiny_model), wanted="auto", reason="") for _ in range(2))
+    first, second = (EngineEmbeddings(config_of(tiny_model), "auto", arena_directory="/nowhere") for _ in range(2))
     for engine in (first, second):
         await engine.learn(measured)
     assert first.card == second.card == EncoderCard(first.card.digest, "float32", {"image": 8})

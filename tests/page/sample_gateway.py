@@ -235,7 +235,7 @@ class SampleGateway:
         )
         items = [item["outcome"] for view in views for item in view["items"] if item["outcome"]]
         problems = [] if scene.workers else ["no worker is ready"]
-        gateway = {"index": "0", "asked": True, "up": True, "pid": 4242, "started_at": self._started, "live": len(live)}
+        gateway = {"index": "0", "up": True, "pid": 4242, "started_at": self._started, "live": len(live)}
         return {
             "time": now,
             "version": "0.0.0",

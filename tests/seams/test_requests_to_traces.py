@@ -82,6 +82,9 @@ class Traced:
         """Have the app do `work` for a request with these media, and respond with `status`."""
 
         async def app(scope, receive, send):
+            current_scope().record.path = (
+                path if path in (CHAT, "/tokenize") else ""
+            )  # that of the route, if any has it
             current_scope().record.received(prompt(*media).items, model="tiny", streams=False)
             try:
                 await work()
@@ -186,7 +189,7 @@ async def test_a_failure_has_its_code_as_the_status_of_its_spans(parts, collecto
     assert ends == {400: (ERROR, "400"), 503: (ERROR, "no_worker_ready")}
 
 
-async def test_probes_and_scrapes_make_no_spans_and_unknown_paths_name_none(parts, collector):
+async def test_probes_and_scrapes_make_no_spans_and_paths_without_a_route_name_none(parts, collector):
     async def nothing():
         pass
 

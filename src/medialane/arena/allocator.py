@@ -1,7 +1,7 @@
 """Best-fit allocator over [0, size) with coalescing, and the choice of what to evict if nothing fits. They only compute
 offsets and access no memory.
 
-Free space is a set of *holes*, no two of which are adjacent. They are indexed in three ways: sorted by (size, offset),
+Free space is a set of *holes*, never adjacent. They are indexed in three ways: sorted by (size, offset),
 so that best fit is one binary search, and by start and by end, so that coalescing is two dictionary lookups. Of equal
 holes the lowest is used. Allocated *pieces* are indexed by start and end too, to find neighbours for eviction.
 Inserting into the sorted list moves 8 bytes per hole: allocate and free take 3 us at 20 000 holes (2-core machine,

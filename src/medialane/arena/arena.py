@@ -43,12 +43,12 @@ class Arena:
         self.max_entries = file.index.max_entries
         #: The owner's mapping, to read entries in this process. It is closed with the arena.
         self.view = file.view
-        #: Whether the file was that of an earlier owner.
+        #: Whether the file belonged to an earlier owner.
         self.was_adopted = False
         self._unfinished: list[Unfinished] = []
         self._closed = False
         self._leaving: ClientSlot | None = None
-        #: That of the owner's own processes which write to the arena.
+        #: The slot of the owner's own processes which write to the arena.
         self.slot = new_slot()
         self._table: EntryTable[Cached] = EntryTable(
             self.id,
@@ -165,7 +165,7 @@ class Arena:
         """Reserve a range for a payload of `num_bytes`, evicting cached entries that are not held if necessary.
 
         `kind` is the share of the arena to which it counts, `writer` the slot of the client that is to write the range,
-        None for the owner itself and its own processes. `header_bytes` are those of the `Feature` (see
+        None for the owner itself and its own processes. `header_bytes` is the size of the `Feature`'s header (see
         `arena.header_bytes`): the next owner of the file finds only entries whose description fits. The caller owns the
         reservation. Raises ArenaFull if held entries leave no space, and MediaTooLarge if it would not fit into an
         empty arena; nothing was evicted then.

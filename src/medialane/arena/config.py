@@ -39,8 +39,8 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """directory of the shared-memory file; must be a tmpfs"""
 
     keep: bool = field(default=False, name="keep-arena")
-    """leave the arena's file when the store stops, for the next store with the same model and settings; it occupies
-    memory until then (`medialane doctor` lists such files)"""
+    """leave the arena's file when the store stops, for the next store with the same model and settings (`medialane
+    doctor` lists such files)"""
 
     @property
     def shares(self) -> dict[EntryKind, float]:

@@ -145,8 +145,8 @@ class EntryTable(Generic[V]):
         return entry
 
     def restore(self, ceiling: int, writing: Sequence[Entry], published: Sequence[tuple[Entry, str, V | None]]) -> None:
-        """Have the entries of an earlier owner: those that are being written, and those that are published, the least
-        recently used first, of which those without a value have no key. Generations are above `ceiling`.
+        """Have the entries of an earlier owner: entries being written, and published entries, the least
+        recently used first; a published entry without a value has no key. Generations are above `ceiling`.
 
         Raises ValueError if they do not fit.
         """

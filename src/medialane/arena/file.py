@@ -88,7 +88,7 @@ class ArenaFile:
     @classmethod
     def take_over(cls, config: ArenaConfig, lineage: Lineage) -> ArenaFile | None:
         """Lock and map the file of an earlier owner of this lineage that has exited; None if there is none that fits.
-        Those with other settings, or a damaged header, are removed."""
+        Files with other settings, or a damaged header, are removed."""
         for path in sorted(Path(config.directory).glob(FILE_GLOB)):
             lock = _open_abandoned(path, lineage) if FILE_NAME.fullmatch(path.name) else None
             if lock is None:

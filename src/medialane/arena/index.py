@@ -11,7 +11,7 @@ It follows the entries in the file; only owners map it. Slots of 64 bytes, one f
     +56  u32 checksum of the record, u32 checksum of all of this and of the arena's id
 
 A slot is never changed, but replaced: the new one is valid before the old one is erased. So wherever an owner is
-killed, each entry has a valid slot, or two, of which the later state counts. A slot that is there and has a wrong
+killed, each entry has a valid slot, or two: then the later state counts. A slot that is there and has a wrong
 checksum was damaged: then nothing in the file can be trusted, since the range of an entry that is missing would be
 reused.
 
@@ -222,7 +222,7 @@ class Writing(NamedTuple):
 
 
 class AdoptedEntries(NamedTuple):
-    """`published` are with key and value, the least recently created first; those that were not cached have none.
+    """`published` are with key and value, the least recently created first; entries that were not cached have none.
     `freed` were about to be freed, or had not been handed out yet."""
 
     writing: Sequence[Writing]

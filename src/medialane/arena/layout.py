@@ -84,7 +84,7 @@ class FileHeader(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> FileHeader:
-        """Decode a header. Raises ValueError if it is not that of an arena of this version."""
+        """Decode a header. Raises ValueError if it is not a header of this version."""
         if len(data) < _HEADER.size + _CHECKSUM.size:
             raise ValueError("the file is too short for an arena")
         magic, version, first, size_bytes, arena, nonce, *lineage = _HEADER.unpack_from(data)

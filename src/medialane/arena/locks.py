@@ -1,12 +1,12 @@
 """Locks of bytes of an arena's file, which say who lives, and who writes.
 
-They are those of an open file description (fcntl_locking(2)): the kernel drops them with the last process that has the
+They belong to an open file description (fcntl_locking(2)): the kernel drops them with the last process that has the
 description, in whatever PID namespace that is.
 
 Slots: each client has the lock of one byte of the file, far beyond its data, while it lives (`ClientSlot`). So an
 owner, and the next one that takes over the file, knows who may still read and write.
 
-Ranges: the owner (the store) reserves a range for a writer, a process of which it knows nothing else: requests are
+Ranges: the owner (the store) reserves a range for a writer, a process that it knows nothing else about: requests are
 aborted, processes killed, and the writer may act much later. So locks of the bytes of a range say whether it is being
 written (`FillWriter`).
 
@@ -87,7 +87,7 @@ class ClientSlot:
 
 
 def new_slot() -> int:
-    """Return a random slot: those of an earlier owner's clients need not be known."""
+    """Return a random slot: slots of an earlier owner's clients need not be known."""
     return 1 + secrets.randbelow(_MAX_SLOT - 1)
 
 

@@ -27,7 +27,7 @@ class Reaped(msgspec.Struct, frozen=True):
 
 def reap(directory: str, *, successor: bytes = b"") -> list[Reaped]:
     """Remove every arena file in `directory` whose owner has exited, unfinished ones included; return the removed
-    files. Those that an owner of the lineage `successor` is about to take over are spared.
+    files. Files that an owner of the lineage `successor` is about to take over are spared.
 
     Files of live owners, other users and other programs are not touched. Raises OSError if the directory cannot be
     read.

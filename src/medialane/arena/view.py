@@ -119,7 +119,7 @@ def open_file(arena: str, directory: str, *, writable: bool) -> int:
 
 
 def read_header(descriptor: int, arena: str) -> FileHeader:
-    """Return the header of an arena's file. Raises ValueError if it is not that of `arena`."""
+    """Return the header of an arena's file. Raises ValueError if it belongs to another arena than `arena`."""
     header = FileHeader.decode(os.pread(descriptor, PAGE_BYTES, 0))
     if header.arena != arena:
         raise ValueError("the file's header names another arena")

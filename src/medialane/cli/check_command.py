@@ -22,6 +22,8 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, as_environ, foreign_environ, load_config, process_environ, vllm_defaults
 from medialane.gateway import metrics_key
+from medialane.runtime.stop import stopped_by_signals
+from medialane.runtime.tasks import first_of
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.media import items_named
 from medialane.tools.check.results import CheckReport, encode, show
@@ -211,17 +213,15 @@ def until_signal(work: Coroutine[Any, Any, T]) -> T | None:
     """Run `work`; None if a signal ends it. Its servers are stopped then, by a second signal killed."""
 
     async def run() -> T | None:
-        task = asyncio.create_task(work)
-
-        def stop() -> None:
-            is_first = not task.cancelling()
-            task.cancel()
-            if is_first:
+        with stopped_by_signals(signal.SIGHUP) as stop:
+            task = asyncio.create_task(work)
+            await first_of(asyncio.wait((task,)), stop.asked.wait())
+            if stop.asked.is_set():
                 print("stopping the servers; a second signal kills them", file=sys.stderr, flush=True)
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        await asyncio.wait((task,))
+                task.cancel()
+                await first_of(asyncio.wait((task,)), stop.at_once.wait())
+                task.cancel()
+                await asyncio.wait((task,))
         return None if task.cancelled() else task.result()
 
     return asyncio.run(run())

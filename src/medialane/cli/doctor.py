@@ -101,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if one of them is a failure, else 0. Raises StartupFailed for invalid settings, and for a
-    model or flags of vLLM with which `medialane serve` would not start."""
+    """Print every finding; 1 if one of them is a failure, otherwise 0. Raises StartupFailed for invalid settings, and
+    for a model or flags of vLLM with which `medialane serve` would not start."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
     _check_arguments(args.model, args.vllm_args)
     if not args.json:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_arguments(model: str | None, vllm_args: Sequence[str]) -> None:
     """Reject a typo before the checks, which take half a minute."""
     if model is None and vllm_args:
-        raise StartupFailed("flags after `--` are those of a model: medialane doctor MODEL -- FLAGS")
+        raise StartupFailed("flags after `--` need a model: medialane doctor MODEL -- FLAGS")
     if model is not None:
         check_flags(vllm_args)
         check_model(model, vllm_args, process_environ())

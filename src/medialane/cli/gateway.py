@@ -117,7 +117,7 @@ class GatewayAddresses(NamedTuple):
 
 
 def prebuild(model: str, vllm_args: Sequence[str]) -> None:
-    """In the process that gateways are forked from: build what those for this model and these flags start with. No
+    """In the process that gateways are forked from: build what gateways for this model and these flags start with. No
     thread remains. Raises StartupFailed, or what vLLM raises."""
     warm_up()
     build_frontend(model, untraced_flags(vllm_args))
@@ -514,7 +514,7 @@ def _counts(addresses: GatewayAddresses) -> SharedCounts:
 
 
 def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
-    """Return the settings with a stage that this model supports. With `auto` that of a request depends on its items: if
+    """Return the settings with a stage that this model supports. With `auto` a request's stage depends on its items: if
     they cannot be processed one by one, workers do it (`Assembler.fallback_stages`). Raises StartupFailed."""
     profile = frontend.profile
     if profile is None:

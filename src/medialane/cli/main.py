@@ -84,7 +84,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: that of this process, which is changed for it, or `argv`."""
+    """Run the command of `argv`, by default of this process, which is changed for it, and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         _top_parser().parse_args(words[:1] or ["--help"])  # exits: prints the help, the version or the error
@@ -184,7 +184,7 @@ def parse_words(
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str], command: Command) -> str:
-    """Return a question with the flags that look most like those of `unknown`, unless these are vLLM's."""
+    """Return a question with the flags that look most like the `unknown` ones, unless these are vLLM's."""
     import difflib
 
     from medialane.cluster.vllm_flags import flag_table
@@ -198,7 +198,7 @@ def _meant(parser: argparse.ArgumentParser, unknown: list[str], command: Command
 
 
 def _hide_secrets(vllm_args: list[str]) -> tuple[list[str], list[str]]:
-    """Return vLLM's flags, those of its `--config` file included, without those that have a secret as value: that
+    """Return vLLM's flags, with its `--config` file's, without flags that have a secret as value: the secret
     becomes a variable of this process, from which only processes that need it inherit it. Also return the flags with
     secrets that are in this process's command line. Raises StartupFailed."""
     if not vllm_args:

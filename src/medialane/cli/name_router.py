@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 async def serve(
     reloading: Reloading, served: Sequence[ServedModel], sock: socket.socket, *, http_flags: Sequence[str]
 ) -> int:
-    """Serve on a bound socket, with those of vLLM's flags that concern its HTTP server. Raises StartupFailed."""
+    """Serve on a bound socket, with vLLM's flags for its HTTP server. Raises StartupFailed."""
     config, models = reloading.config, ServedModels(served)
     keys = AccessKeys.load(config.gateway, client_keys(config.gateway, process_environ()))
     reloading.files.append(partial(keys.read_again, config.gateway))

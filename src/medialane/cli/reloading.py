@@ -62,7 +62,7 @@ ReadFiles = Callable[[], tuple[Callable[[], None], Sequence[str]]]
 
 
 class SettingsChange(msgspec.Struct, frozen=True):
-    """The flags of the settings that have changed, and of those whose `files` were read again. The gateways of the port
+    """The flags of settings that have changed, and of settings whose `files` were read again. The gateways of the port
     that are `gateways_missing` have not answered, or have failed: they go on as before."""
 
     changed: list[str] = []
@@ -104,7 +104,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 class Reloading:
-    """Has the settings of a process, of which only the log's level changes, as the file `level_file` says, if there is
+    """Has the settings of a process, whose log level alone changes, as the file `level_file` says, if there is
     one. What has files to be read again adds itself to `files`."""
 
     def __init__(self, config: Config, level_file: str = "") -> None:
@@ -171,7 +171,7 @@ def _with_current_level(config: Config, level_file: str) -> Config:
     try:
         level = load_logging(level_file).level
     except StartupFailed as error:
-        logger.error("the log's level is that of the start: %s", error.message)
+        logger.error("the log level of the start stays: %s", error.message)
         return config
     return msgspec.structs.replace(config, logging=msgspec.structs.replace(config.logging, level=level))
 

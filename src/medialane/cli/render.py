@@ -17,7 +17,7 @@ from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
 from medialane.types.errors import StartupFailed
 
-#: Those of `medialane serve` without what is only for workers.
+#: The sections of `medialane serve` without the ones that are only for workers.
 SECTIONS: tuple[SectionName, ...] = tuple(
     section
     for section in get_args(SectionName)

@@ -48,7 +48,9 @@ from medialane.config import (
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
-from medialane.runtime.phase import show_ready, show_stopping, watched
+from medialane.runtime.phase import show_ready, watched
+from medialane.runtime.stop import stopped_by_signals
+from medialane.runtime.tasks import first_of
 from medialane.types.errors import StartupFailed
 from medialane.wire.listener import bind_http
 
@@ -91,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="a folder, or a name on a model hub; without, those of the --config file",
+        help="a folder, or a name on a model hub; default: the models of the --config file",
     )
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
     # Set by `medialane serve --ray --gateway-nodes each`: workers of the host know it.
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
-    """Load the settings; return the models, if they are several. One model of a file becomes that of the command line.
+    """Load the settings; return the models, if they are several. One model of a file becomes the command line's.
     Raises StartupFailed."""
     flags, environ = given_settings(args), process_environ()
     config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=model_groups.TABLES)
@@ -288,7 +290,7 @@ class RayServe:
     def supervisor(
         self, own: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
     ) -> RemoteSupervisor:
-        """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
+        """Return a supervisor of `own`, the processes of this host, and of the processes that Ray places."""
         from medialane.cli.status import read_state
         from medialane.gateway import metrics_key
 
@@ -317,35 +319,42 @@ async def _serve(
     announce_start: Callable[[], None],
 ) -> int:
     supervisor = make_supervisor()
-    stop = _Stop(supervisor)
-    starting = asyncio.create_task(supervisor.start(), name="start")
-    stopped = asyncio.create_task(stop.asked.wait(), name="stop")
-    supervised = asyncio.create_task(_supervised(supervisor, starting), name="supervision")
-    try:
-        while not starting.done() and not stopped.done():
-            progress.tick()
-            await asyncio.wait((starting, stopped), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        progress.finish()
-        if starting.done():
-            starting.result()
-            announce_start()
-            show_ready("serving")
+    # SIGHUP stops as well if it means that the terminal is gone.
+    with stopped_by_signals(*(() if hangup_means_reload() else (signal.SIGHUP,))) as stop:
+        starting = asyncio.create_task(supervisor.start(), name="start")
+        stopped = asyncio.create_task(stop.asked.wait(), name="stop")
+        supervised = asyncio.create_task(_supervised(supervisor, starting), name="supervision")
+        try:
+            while not starting.done() and not stopped.done():
+                progress.tick()
+                await asyncio.wait((starting, stopped), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            progress.finish()
+            if starting.done():
+                starting.result()
+                announce_start()
+                show_ready("serving")
 
-            async def reload() -> None:
-                await reloading.reload()  # with an error, no process does
-                supervisor.reload()
+                async def reload() -> None:
+                    await reloading.reload()  # with an error, no process does
+                    supervisor.reload()
 
-            async with watched(), reloaded_by_hangup(reload):
-                await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
-            if supervised.done():
-                supervised.result()
-    finally:
-        starting.cancel()
-        stopped.cancel()
-        supervised.cancel()
-        progress.finish()
-        await supervisor.stop()
-    return _EXIT_KILLED if stop.impatient else 0
+                async with watched(), reloaded_by_hangup(reload):
+                    await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
+                if supervised.done():
+                    supervised.result()
+        finally:
+            if stop.asked.is_set():
+                print("\nstopping (interrupt again to kill)", file=sys.stderr, flush=True)
+            starting.cancel()
+            stopped.cancel()
+            supervised.cancel()
+            progress.finish()
+            stopping = asyncio.create_task(supervisor.stop(), name="stopping")
+            await first_of(asyncio.shield(stopping), stop.at_once.wait())
+            if stop.at_once.is_set():
+                supervisor.kill()
+            await stopping
+    return _EXIT_KILLED if stop.at_once.is_set() else 0
 
 
 async def _supervised(supervisor: Supervisor | RemoteSupervisor, starting: asyncio.Task[None]) -> None:
@@ -353,27 +362,6 @@ async def _supervised(supervisor: Supervisor | RemoteSupervisor, starting: async
     await asyncio.wait((starting,))
     await supervisor.wait()
     raise StartupFailed("supervision of the processes ended unexpectedly")
-
-
-class _Stop:
-    """Signal handling: the first signal requests a graceful stop, the second kills. SIGHUP is one if it means that the
-    terminal is gone."""
-
-    def __init__(self, supervisor: Supervisor | RemoteSupervisor) -> None:
-        self.asked = asyncio.Event()
-        self.impatient = False
-        self._supervisor = supervisor
-        for number in (signal.SIGINT, signal.SIGTERM, *(() if hangup_means_reload() else (signal.SIGHUP,))):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        if self.asked.is_set():
-            self.impatient = True
-            self._supervisor.kill()
-        else:
-            show_stopping()
-            print("\nstopping (interrupt again to kill)", file=sys.stderr, flush=True)
-        self.asked.set()
 
 
 def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key: bool = False) -> str:

@@ -88,7 +88,7 @@ async def unless_set(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
 
 
 def enter_role(config: Config, role: RoleName, args: argparse.Namespace, own: Mapping[str, str]) -> None:
-    """Check the model and vLLM's flags, and reduce this process's environment to that of its role, with the variables
+    """Check the model and vLLM's flags, and reduce this process's environment to its role's, with the variables
     `own` (`enter_environ`). Raises StartupFailed."""
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)

@@ -1,5 +1,5 @@
 """`medialane status`: the state of gateways and of what they are connected to (gateways of the port, store, workers and
-links), from `/health` and `/metrics`, as tables or JSON; with --store, that of a store."""
+links), from `/health` and `/metrics`, as tables or JSON; with --store, a store's."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_store(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str) -> int:
-    """Implement `run` in a process whose environment is that of a store."""
+    """Implement `run` in a process with a store's environment."""
     tune_process()
 
     async def served() -> int:
@@ -379,7 +379,7 @@ def _serve_lock(address: str) -> str:
 
 
 def _lineage(config: Config, model: str, vllm_args: Sequence[str], address: str) -> Lineage:
-    """Return whose arena this store takes over: that of an earlier one at the same address, with `--keep-arena`
+    """Return whose arena this store takes over: an earlier store's at the same address, with `--keep-arena`
     of one for the same model, which made the same of media."""
     settings = {
         "version": __version__,

@@ -44,7 +44,7 @@ SECTIONS: tuple[SectionName, ...] = ("gateway", "media", "prepare", "environment
 
 #: Commands that use what `read_model` builds: their forks are made after it.
 _NEED_MODEL = ("store", "gateway")
-#: Of requests that arrive together, those that do not need the model are served before it is read: engines start
+#: Requests that arrive together and do not need the model are served before it is read: engines start
 #: meanwhile.
 _SETTLE_S = 0.2
 #: Whoever connects has sent its request, or has exited.
@@ -219,7 +219,7 @@ def become(request: WaitingFork, supervisor: int, by_imports: Mapping[str, str])
 
 
 def _renumber(descriptors: list[int], numbers: list[int]) -> None:
-    """Give descriptors these numbers, inheritable as those that a process was started with."""
+    """Give descriptors these numbers, inheritable as the ones that a process was started with."""
     for position, number in enumerate(numbers):
         for later in range(position + 1, len(descriptors)):
             if descriptors[later] == number:

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("vllm", "simulated"),
         default="vllm",
-        help="simulated: no model, meaningless tokens; caches, queues and timing are those of a real worker"
+        help="simulated: no model, meaningless tokens; caches, queues and timing are as in a real worker"
         " (default vllm)",
     )
     parser.add_argument(

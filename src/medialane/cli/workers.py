@@ -34,7 +34,7 @@ _NOT_OURS = "is not a gateway of this release of medialane"
 
 KEY_HELP = """\
 A gateway with --admin-key-file needs that key, from the same file or from MEDIALANE_ADMIN_KEY. One with only API keys
-needs one of those (MEDIALANE_API_KEYS) for `workers`; `reload` is then only for programs on the gateway's machine, if
+needs a client's key (MEDIALANE_API_KEYS) for `workers`; `reload` is then only for programs on the gateway's machine, if
 it listens on 127.0.0.1."""
 
 _EPILOG = f"""\

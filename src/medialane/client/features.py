@@ -99,7 +99,7 @@ def features(
 ) -> Iterator[Features]:
     """Hold features of this host, and yield their tensors, until the end of the block.
 
-    `hashes` are those of `mm_hashes` in medialane's answers, or references to features. `store` is the address of the
+    `hashes` are from `mm_hashes` in medialane's answers, or references to features. `store` is the address of the
     store's unix socket. This process must be of the user who runs the store, and share its `arena_directory`, which in
     a container means a common IPC namespace or volume. A feature that was evicted is made again, within `timeout_s`.
 

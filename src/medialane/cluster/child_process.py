@@ -71,7 +71,7 @@ class ProcessSpec:
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time. `not_needed` is what is shown if it exits with that status.
 
-    One that `reloads` reads its settings again on SIGHUP. `tick_s` is that of its `HangWatch`.
+    One that `reloads` reads its settings again on SIGHUP. `tick_s` is the interval of its `HangWatch`.
 
     With `warm` it is a fork of that process if possible.
     """

@@ -64,7 +64,7 @@ class HostRun(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """Those of processes that accept connections."""
+        """Addresses of processes that accept connections."""
         return [*(word for fd in self.pass_fds for word in ("--listen-fd", str(fd))), *self.common_flags]
 
 
@@ -142,7 +142,7 @@ def run_folder(environ: Mapping[str, str]) -> OwnedFolder:
 
 
 def parent_directory(environ: Mapping[str, str]) -> Path:
-    """Return its parent: XDG_RUNTIME_DIR, else TMPDIR, if short enough for socket paths, else /tmp."""
+    """Return its parent: XDG_RUNTIME_DIR or TMPDIR if short enough for socket paths, otherwise /tmp."""
     for candidate in (environ.get("XDG_RUNTIME_DIR", ""), environ.get("TMPDIR", "")):
         fits = candidate.startswith("/") and len(os.fsencode(candidate)) <= _MAX_PARENT_BYTES
         if fits and os.access(candidate, os.W_OK | os.X_OK):

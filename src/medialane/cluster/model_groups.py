@@ -27,7 +27,7 @@ _OWN_MEMBERS = ("model", "flags", "gpus")
 _NOT_FOR_ROUTER = "--enable-ssl-refresh"
 _ROUTER_STOP_S = 10.0
 
-#: Settings that concern the processes of one model, of the section of which most do not.
+#: Settings that concern the processes of one model, in a section whose other settings do not.
 _OF_ONE_MODEL = frozenset({
     "workers", "encoders", "encoder-gpu-share", "gateways", "single-gpu", "warm-start", "stop-timeout",
 })  # fmt: skip
@@ -36,7 +36,7 @@ _OF_ALL_MODELS = frozenset({
     "keys", "require-api-key", "admin-key-file", "metrics-key-file", "page", "gateway-max-header-bytes",
     "gateway-header-timeout", "gateway-max-connections", "render-only", "drain-timeout",
 })  # fmt: skip
-#: Ports of which each model needs its own.
+#: Ports: each model needs its own.
 _PORTS: dict[str, Callable[[Config], str | int]] = {
     "join-listen": lambda config: config.gateway.join_listen,
     "peer-listen": lambda config: config.store.peer_listen,
@@ -47,7 +47,7 @@ _PORTS: dict[str, Callable[[Config], str | int]] = {
 @dataclass(frozen=True)
 class ModelGroup:
     """One model with its flags. `name` is its table's, by which requests ask for it unless the flags say otherwise;
-    `gpus` are those of the table, if it names any."""
+    `gpus` are the table's, if it names any."""
 
     name: str
     model: str
@@ -66,7 +66,7 @@ class ModelGroup:
 
 
 def _is_shared(setting: Setting) -> bool:
-    """Return whether a setting is that of all models, and so not for the table of one."""
+    """Return whether a setting applies to all models, so that the table of one must not have it."""
     if setting.section == "cluster":
         return setting.name not in _OF_ONE_MODEL
     return setting.section in ("server", "logging") or setting.name in _OF_ALL_MODELS
@@ -126,7 +126,7 @@ def check_groups(groups: Sequence[ModelGroup], vllm_args: Sequence[str], environ
 
 
 def _check_arenas(groups: Sequence[ModelGroup]) -> None:
-    """Raise StartupFailed unless all of them fit, each of which does alone."""
+    """Raise StartupFailed unless all of them fit together; each fits alone."""
     arenas = [group.config.arena for group in groups]
     for directory in dict.fromkeys(each.directory for each in arenas):
         same = [each for each in arenas if each.directory == directory]
@@ -161,7 +161,7 @@ def _adapter(word: str) -> str:
 def process_specs(
     groups: Sequence[ModelGroup], config: Config, vllm_args: Sequence[str], run: local.HostRun
 ) -> list[ProcessSpec]:
-    """Return the specifications of all processes; `config` and `vllm_args` are those of all models. Raises
+    """Return the specifications of all processes; `config` and `vllm_args` apply to all models. Raises
     StartupFailed."""
     engines = [local.engines_of(group.config) for group in groups]
     num_engines = sum(each.total for each in engines)
@@ -184,7 +184,7 @@ def process_specs(
 
 
 def split_gpus(groups: Sequence[ModelGroup], hardware: Hardware) -> list[tuple[str, ...]]:
-    """Return the GPUs of each model: those that its table names, or the next of those that no table does. Raises
+    """Return the GPUs of each model: named by its table, or the next ones that no table names. Raises
     StartupFailed."""
     if not hardware.gpus:
         return [()] * len(groups)

@@ -118,7 +118,7 @@ def _within(seconds: float, work: Callable[[], str | None]) -> str | None:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread that, unlike those of an executor, does not delay the exit of the process."""
+    """Run `work` in a thread that, unlike an executor's, does not delay the exit of the process."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who waits for it may be cancelled, and it goes on
 
@@ -152,8 +152,8 @@ class Repository(NamedTuple):
 
 
 def repositories(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> list[Repository]:
-    """Return the repositories of the Hugging Face hub that a processor is built from, but for those of its code. None
-    for a model in a folder, on another hub or in an object store: the processor is built from where it is."""
+    """Return the repositories of the Hugging Face hub that a processor is built from, without repositories of its code.
+    None for a model in a folder, on another hub or in an object store: the processor is built from where it is."""
     if environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true") or not _is_on_hub(model):
         return []
     candidates = [

@@ -116,7 +116,7 @@ class OrphanReaper:
 
 
 def reap_orphans() -> None:
-    """Watch groups until end of file, then end those that are left."""
+    """Watch groups until end of file, then end the remaining ones."""
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

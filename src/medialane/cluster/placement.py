@@ -35,7 +35,7 @@ class Hardware:
 
 class Engines(NamedTuple):
     """The engines of one model on a host. `encoder_share` is the part of a worker's GPU memory that encoders on its
-    GPUs get together; 0: they have GPUs of their own. `num_others` are those of other models."""
+    GPUs get together; 0: they have GPUs of their own. `num_others` is the number of other models' GPUs."""
 
     num_workers: int
     num_encoders: int = 0
@@ -49,7 +49,7 @@ class Engines(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Environment variables and vLLM flags of one engine, besides those of all."""
+    """Environment variables and vLLM flags of one engine, besides the ones of all engines."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     vllm_args: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that we may use: those of an inherited CUDA_VISIBLE_DEVICES, else all that the driver reports."""
+    """Return the GPUs that we may use: of an inherited CUDA_VISIBLE_DEVICES, otherwise all that the driver reports."""
     outer = environ.get(VISIBLE)
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
@@ -151,7 +151,7 @@ def _share_advice(engines: Engines, num_own: int) -> str:
 
 
 def _sharing(gpus: Sequence[str], vllm_args: Sequence[str], engines: Engines) -> list[Placement]:
-    """Place each worker on GPUs of its own, and the encoders on those of the workers in turn."""
+    """Place each worker on GPUs of its own, and the encoders on the workers' GPUs in turn."""
     total, share = _utilization(vllm_args), engines.encoder_share
     places = [i % engines.num_workers for i in range(engines.num_encoders)]
     workers = [

@@ -151,7 +151,7 @@ class Supervisor:
             await asyncio.shield(self._runner)
 
     async def stop(self) -> None:
-        """Stop every process, those of higher layers first, each within its timeout. If cancelled, it kills."""
+        """Stop every process, higher layers first, each within its timeout. If cancelled, it kills."""
         self._context.stopping.set()
         try:
             supervisors = self._supervisors.values()
@@ -285,7 +285,7 @@ class ProcessSupervisor:
                 return
             if self._status == NOT_NEEDED:
                 self._context.observer.ended(self.spec.name, self.spec.not_needed, None)
-                self.is_ready.set()  # for those that wait for it
+                self.is_ready.set()  # for the waiting callers
                 return
             in_start = not self._context.all_ready.is_set()
             delay_s = self._restarts.delay_s(was_ready=self.is_ready.is_set(), in_start=in_start)

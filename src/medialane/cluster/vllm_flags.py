@@ -37,7 +37,7 @@ def flag_table() -> Mapping[str, Any]:
 
 
 def with_config_file(vllm_args: Sequence[str]) -> list[str]:
-    """Return the flags with those of the file of `--config FILE` in its place, before all others, so that each process
+    """Return the flags with the flags of `--config FILE` in its place, before all others, so that each process
     gets its share of them. Raises StartupFailed."""
     args = list(vllm_args)
     if "--config" not in args:
@@ -116,13 +116,13 @@ def _full_name(word: str) -> str:
 
 
 def engine_flags(vllm_args: Sequence[str]) -> list[str]:
-    """Return the flags without those that only a gateway uses."""
+    """Return the flags that not only a gateway uses."""
     frontend = flag_table()["frontend"]
     return [word for name, words in grouped(vllm_args) if name not in frontend for word in words]
 
 
 def processor_flags(vllm_args: Sequence[str]) -> list[str]:
-    """Return the flags that the model's processor depends on, and those that the table does not know. No secret is
+    """Return the flags that the model's processor depends on, and flags that the table does not know. No secret is
     among them, and no `--hf-token` without a value, for which the hub's library would read one from a file."""
     table = flag_table()
     return [
@@ -134,7 +134,7 @@ def processor_flags(vllm_args: Sequence[str]) -> list[str]:
 
 
 def warm_flags(vllm_args: Sequence[str]) -> list[str]:
-    """Return the flags of the warm process, in whose forks hostile media are decoded: without those that may have
+    """Return the flags of the warm process, in whose forks hostile media are decoded: without flags that may have
     passwords, and without those about traces, which the one may have. Gateways with another such flag build their front
     end themselves."""
     return without_flags(vllm_args, (*_MAY_HAVE_PASSWORDS, *_TRACES))
@@ -150,7 +150,7 @@ def without_flags(vllm_args: Sequence[str], names: Collection[str]) -> list[str]
 
 
 def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the flags without those that have a secret as value, and the values, by flag; the last one counts."""
+    """Return the flags without the ones that have a secret as value, and these values, by flag; the last one counts."""
     rest: list[str] = []
     taken: dict[str, list[str]] = {}
     for name, words in grouped(vllm_args):

@@ -32,7 +32,7 @@ from medialane.wire.child_channel import receive, send
 
 #: Below the kernel's send buffer (`child_channel.send`).
 _MAX_BYTES = 200_000
-#: Output, and those of `ProcessSpec.pass_fds`.
+#: Output, and `ProcessSpec.pass_fds`.
 _MAX_DESCRIPTORS = 7
 _MAX_PID_BYTES = 20
 

@@ -89,7 +89,7 @@ class RoleEnviron:
 _NO_TOKEN: Final = (("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"), ("HF_TOKEN_PATH", os.devnull))
 
 
-#: Not read while anything is imported: of the groups above, those that processes of one host may differ in.
+#: Not read while anything is imported: variables of the groups above in which processes of one host may differ.
 _READ_LATER: Final = (
     "VLLM_API_KEY", "VLLM_CPU_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM",
@@ -116,7 +116,7 @@ ROLES: Final[Mapping[RoleName, RoleEnviron]] = {
 
 def as_environ(config: Config, *, secrets: Collection[SectionName] | None = None) -> dict[str, str]:
     """Return the environment variables from which another process loads an equal configuration: without defaults, and
-    of the secret settings only those of the sections `secrets`, if given.
+    of the secret settings only the sections `secrets`, if given.
 
     A process's environment is readable only by its user, unlike its command line: secrets may be passed this way.
     """
@@ -174,8 +174,8 @@ def set_secrets(variables: Mapping[str, str]) -> None:
 
 
 def allowed_environ(role: RoleName, environ: Mapping[str, str], pass_env: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables of `environ` that a role inherits, none of our settings, and those that it has in any case.
-    The names of those that are left out are logged (debug)."""
+    """Return the variables of `environ` that a role inherits, none of our settings, and variables that it has in any
+    case. The names of omitted variables are logged (debug)."""
     own = ROLES[role]
     allowed = {name: value for name, value in environ.items() if _is_allowed(name, own, pass_env)}
     left_out = sorted(foreign_environ(environ).keys() - allowed.keys())
@@ -220,7 +220,7 @@ def child_environ(
 ) -> dict[str, str]:
     """Return the whole environment of a store, worker or gateway, started by a process with `environ`.
 
-    Some of vLLM's settings exist only as environment variables; those that the user has set are not changed.
+    Some of vLLM's settings exist only as environment variables; what the user has set is not changed.
     """
     return {
         **vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers),
@@ -239,7 +239,7 @@ def enter_environ(
     on_gpu: bool,
     own: Mapping[str, str] | None = None,
 ) -> None:
-    """Reduce this process's environment, which its children inherit, to that of its role (None: all of it), without
+    """Reduce this process's environment, which its children inherit, to its role's (None: all of it), without
     our settings, which are in `config`; and set vLLM's defaults. Call it before vllm is imported.
 
     `own` are variables that this kind of process requires, whatever the user has set.

@@ -29,7 +29,7 @@ from medialane.types.errors import StartupFailed
 #: Names the file of settings in the environment.
 FILE: Final = PREFIX + "CONFIG"
 
-#: The setting that changes while a process runs; its value is that of all models.
+#: The setting that changes while a process runs; all models have the same value.
 LOG_LEVEL: Final = "log-level"
 
 #: The tables of several models, in a file for `medialane serve`.
@@ -42,7 +42,8 @@ class _RawValue(NamedTuple):
 
 
 class TableRules(msgspec.Struct, frozen=True):
-    """What a table of one model may have besides settings, and the settings that it may not have: those of all."""
+    """What a table of one model may have besides settings, and the settings that it may not have: they apply to all
+    models."""
 
     own: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
@@ -82,8 +83,8 @@ def load_models(
     sections: Iterable[SectionName] = (),
     rules: TableRules,
 ) -> tuple[Config, list[ModelTable]]:
-    """As `load_config`, of a file that may have tables of models, whose settings win over those at its top, which are
-    validated as parts of the tables then."""
+    """As `load_config`, of a file that may have tables of models, whose settings win over the settings at its top,
+    which are validated as parts of the tables then."""
     sources = _Sources(flags or {}, file, os.environ if environ is None else environ)
     sections = tuple(sections)
     tables = [sources.table(name, table, sections=sections, rules=rules) for name, table in sources.models.items()]

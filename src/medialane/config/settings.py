@@ -74,7 +74,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: NonNegativeInt = field(default=1, name="workers")
     """vLLM workers on this machine, with --ray in the cluster; 0: only workers that join (--join-listen)"""
     num_encoders: NonNegativeInt = field(default=0, name="encoders")
-    """vLLM workers on this machine, besides --workers, that only encode new media; without KV cache"""
+    """vLLM workers on this machine, besides --workers, that only encode new media"""
     encoder_gpu_share: NonNegativeFloat = field(default=0.0, name="encoder-gpu-share")
     """part of a worker's GPU memory for encoders that share its GPUs; 0: own GPUs, with --single-gpu an equal part"""
     num_gateways: int | Literal["auto"] = field(default=1, name="gateways")
@@ -92,22 +92,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
     """CPUs that Ray reserves per worker; without a GPU, also its number of threads"""
     warm_start: bool = field(default=True, name="warm-start")
-    """import vLLM and read the model once per host, in a process that the others are forked from; no: a slower start
-    and more memory"""
+    """import vLLM and read the model once per host, in a process from which the others are forked; no: a slower start,
+    more memory"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
     """longest time until a worker has loaded its model and the gateway answers"""
     stop_timeout_s: PositiveFloat = field(default=40.0, name="stop-timeout")
     """how long a worker may take to stop before it is killed"""
     restart_initial_s: float = field(default=1.0, name="restart-initial")
-    """delay before an exited process is restarted; doubles each time. A process that had been ready is restarted at
-    once the first time, then after at most 4 s"""
+    """delay before an exited process is restarted; doubles each time. After it had been ready: at once, then after at
+    most 4 s"""
     restart_max_s: float = field(default=30.0, name="restart-max")
     """longest delay before a restart"""
     restart_reset_s: PositiveFloat = field(default=60.0, name="restart-reset")
     """time without an exit that resets the restart delay"""
     log_dir: str = field(default="", name="log-dir")
-    """folder of log files, one per process, appended to and kept; default: a folder in TMPDIR, kept only after a
-    failure (the newest five)"""
+    """folder of log files, one per process, appended to and kept; default: in TMPDIR, kept only after a failure (the
+    newest five)"""
     max_log_bytes: int = field(default=16 * MIB, name="max-log-bytes")
     """size at which a log file is rotated; the newer half is kept as .old"""
 

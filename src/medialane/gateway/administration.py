@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.gateway.http.metrics import AskOthers, no_others
+from medialane.gateway.http.metrics import AskOthers, decoded, no_others
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.runtime.tasks import gather_or_cancel
@@ -89,7 +89,7 @@ CONNECTED = "connected-workers"
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker as its operator sees it. `run` is different each time that it is started, and empty while it is not
-    connected; `num_requests` are those of all gateways. `origin` is who has named it: --worker, or itself when it
+    connected; `num_requests` counts all gateways' requests. `origin` is who has named it: --worker, or itself when it
     joined. `unreachable_from` are the gateways of the port that have no connection to it, or do not answer."""
 
     name: str
@@ -103,7 +103,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerControl:
-    """`index` is that of this gateway among those of its port, of which `ask_others` asks the others."""
+    """`index` is this gateway's among the gateways of its port; `ask_others` asks the others."""
 
     def __init__(self, workers: WorkerPool, *, ask_others: AskOthers = no_others, index: str = "0") -> None:
         self._workers = workers
@@ -118,7 +118,8 @@ class WorkerControl:
     async def listed(self, _parameters: Mapping[str, str]) -> bytes:
         """Workers and encoders, with their states."""
         others = await self._ask_others(CONNECTED)
-        connected = {self._index: self._connected(), **{index: _names(answer) for index, answer in others.items()}}
+        connected = {index: decoded(answer, set[str]) or set() for index, answer in others.items()}
+        connected[self._index] = self._connected()
         infos = []
         for link in self._workers.links.values():
             missing = sorted((index for index, names in connected.items() if link.name not in names), key=int)
@@ -150,11 +151,3 @@ class WorkerControl:
         origin: Literal["configured", "joined"] = "configured" if link.address else "joined"
         num_requests = max(num_reported, endpoints[0].num_in_flight)
         return WorkerInfo(link.name, link.role, link.state, link.worker_id, num_requests, link.address, origin)
-
-
-def _names(answer: bytes | None) -> set[str]:
-    """Return the names that another gateway has answered; none if it does not answer, or is of another version."""
-    try:
-        return set() if answer is None else msgspec.json.decode(answer, type=set[str])
-    except msgspec.DecodeError:
-        return set()

@@ -35,16 +35,15 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     require_api_key: bool = field(default=False, name="require-api-key")
     """refuse to start without an API key"""
     stage: StageChoice = field(default="auto", name="stage")
-    """what workers get: features (processed tensors), decoded (media that the worker processes), url (media that it
-    also decodes), auto (features; decoded if its processor differs; url if the hand-over fails)"""
+    """what workers get: features (processed tensors), decoded (to be processed by the worker), url (also decoded by
+    it), auto (features; decoded if its processor differs; url if the hand-over fails)"""
     render_only: bool = field(default=False, name="render-only")
     """serve calls that need no engine, without workers (`medialane render`); items have plain vLLM's hashes"""
     render_payload: Literal["auto", "tensors", "none", "references"] = field(default="auto", name="render-payload")
-    """media items in answers of render endpoints (`-- --enable-scale-out`) to requests without `mm_payload`: tensors
-    (as vLLM), none, references (to features, for later requests), auto (none with --render-only, otherwise tensors)"""
+    """media items in answers of render endpoints without `mm_payload`: tensors (as vLLM), none, references (to
+    features, for later requests), auto (none with --render-only, otherwise tensors)"""
     encode_at: Literal["auto", "encoders", "workers"] = field(default="auto", name="encode-at")
-    """where new media are encoded if there are encoders: encoders, workers (each request's own), auto (where it delays
-    requests least)"""
+    """where new media are encoded: encoders, workers (each request's own), auto (where it delays requests least)"""
     encode_timeout_s: PositiveFloat = field(default=2.0, name="gateway-encode-timeout")
     """longest wait for an encoder; then the request's worker encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
@@ -56,15 +55,15 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     trust_headers: bool = field(default=False, name="trust-headers")
     """accept a request's own limit from its header x-llm-d-slo-ttft-ms: only behind a proxy that sets or removes it"""
     queue_requests: NonNegativeInt = field(default=2048, name="gateway-queue-requests")
-    """most requests that wait in the gateways of a port for an engine or a preparer, in an order that is fair to
-    tenants; 0: all wait at the engines, none is refused"""
+    """most requests that wait in the gateways of a port for an engine or a preparer; 0: all wait at the engines, none
+    is refused"""
     queue_bytes: PositiveInt = field(default=512 << 20, name="gateway-queue-bytes")
     """most bytes of the bodies of waiting requests"""
     queue_timeout_s: PositiveFloat = field(default=30.0, name="gateway-queue-timeout")
     """longest wait in that queue; a request that exceeds it, or would, gets 503"""
     share_cache: bool = field(default=False, name="share-cache")
-    """one cache for all clients with keys: times and cached counts of an answer then show what others have sent; no:
-    one per tenant or key"""
+    """one cache for all keys: response times and cached counts then reveal what others have sent; no: one per tenant or
+    key"""
     require_salt: bool = field(default=False, name="require-salt")
     """refuse requests with media but without cache_salt, for several tenants with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
@@ -94,8 +93,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     header_timeout_s: PositiveFloat = field(default=20.0, name="gateway-header-timeout")
     """longest time for a TLS handshake, and for a request header"""
     max_connections: PositiveInt = field(default=4096, name="gateway-max-connections")
-    """most HTTP connections of each gateway, pending TLS handshakes included, fewer if the limit of open files is
-    lower; more get 503"""
+    """most HTTP connections of each gateway, fewer if the limit of open files is lower; more get 503"""
     reconnect_initial_s: float = field(default=0.2, name="gateway-reconnect-initial")
     """first delay before reconnecting to a worker"""
     reconnect_max_s: float = field(default=2.0, name="gateway-reconnect-max")
@@ -108,18 +106,18 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     max_joined_workers: PositiveInt = field(default=4096, name="gateway-max-joined-workers")
     """most joined workers, reported lost ones included; more are refused"""
     migration_limit: NonNegativeInt = field(default=3, name="migration-limit")
-    """how often a request moves to another worker when its own is lost, stalled or draining: a begun answer continues,
-    others are repeated; 0: ends with an error"""
+    """how often a request moves to another worker when its own is lost, stalled or draining; 0: it ends with an
+    error"""
     migration_timeout_s: NonNegativeFloat = field(default=10.0, name="migration-timeout")
-    """how long a request of a lost worker waits for another ready one"""
+    """how long a request of a lost worker waits for another"""
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
-    """timeout of an administrative call at a worker (sleep, pause, LoRA adapter, ...)"""
+    """timeout of an administrative call at a worker"""
     page: bool = field(default=True, name="page")
-    """serve the page at /medialane/ and its data, which show all clients' requests, to whoever has the admin key, or to
-    this machine if there is none"""
+    """serve the page at /medialane/ and its data (all clients' requests), for the admin key, or this machine if there
+    is none"""
     admin_key_file: str = field(default="", name="admin-key-file")
-    """file with keys, one per line (or MEDIALANE_ADMIN_KEY), needed for administrative calls and other clients'
-    requests; accepted everywhere"""
+    """file with keys, one per line (or MEDIALANE_ADMIN_KEY), for administrative calls and others' requests; accepted
+    everywhere"""
     admin_key: SecretText = field(default="", name="admin-key")
     """the admin key itself, instead of its file"""
     metrics_key_file: str = field(default="", name="metrics-key-file")
@@ -170,7 +168,7 @@ class TransferConfig(msgspec.Struct, frozen=True):
 
     transport: TransportChoice = field(default="auto", name="transport")
     """how features are sent: shm (shared memory, same host), tcp or nixl (copied by the store of the worker's host),
-    inline (in the message), auto (shm if the worker maps the arena, else copied by its store, else inline)"""
+    inline (in the message), auto (the first of these that works)"""
     max_inline_bytes: NonNegativeInt = field(default=48 << 20, name="transfer-max-inline-bytes")
     """most tensor bytes of one request that are sent inline"""
 
@@ -191,8 +189,8 @@ class RecordingConfig(msgspec.Struct, frozen=True, kw_only=True):
     share: PositiveFloat = field(default=1.0, name="record-share")
     """part of the conversations that is recorded (whole ones), such as 0.01"""
     media: Literal["hash", "whole"] = field(default="hash", name="record-media")
-    """hash: a keyed hash and the size, from which `medialane compare` makes media of the same size; whole: media of
-    bodies and URLs (without URLs that have a query or a password)"""
+    """hash: a keyed hash and the size; whole: media of bodies and URLs (without URLs that have a query or a
+    password)"""
     redact: Literal["none", "text"] = field(default="none", name="record-redact")
     """what is replaced: nothing, or text and tool arguments (by words of the same length, equal beginnings by equal
     ones), and names of users"""

@@ -90,7 +90,7 @@ class Encoders:
         *,
         trace_headers: dict[str, str] | None = None,
     ) -> frozenset[str]:
-        """Have these items of a prompt encoded, those for which that is best. Return the hashes of those whose
+        """Have the items of a prompt encoded for which that is best. Return the hashes of items whose
         embeddings are in the arena now.
 
         The request's scope holds their tensors. Raises nothing; if it is cancelled, encoders stop working for it.

@@ -61,7 +61,7 @@ _CODECS = (
     "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw",
 )  # fmt: skip
 
-#: Encodings of WAV with samples of equal size, all of which are finite: libsndfile counts those that are in the file.
+#: Encodings of WAV with samples of equal size, always finite: libsndfile counts the samples in the file.
 _SIZED_ENCODINGS = ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW")
 
 #: From this many terms, numpy sums a row pairwise instead of sequentially (`pairwise_sum`), which rounds differently.
@@ -172,7 +172,7 @@ def _by_libsndfile(data: memoryview, config: MediaConfig) -> AudioSamples | None
 
 @contextmanager
 def _libsndfile_errors() -> Iterator[None]:
-    """Raise InvalidAudio for libsndfile's errors; suppress those after which FFmpeg is tried."""
+    """Raise InvalidAudio for libsndfile's errors; suppress errors after which FFmpeg is tried."""
     try:
         yield
     except soundfile.LibsndfileError as error:

@@ -79,21 +79,21 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_local_media_path: str | None = field(default=None, name="allowed-local-media-path")
     """folder that file: URLs may refer to; none: file: URLs are refused"""
     allow_rdma: bool = field(default=False, name="allow-media-rdma")
-    """read images published for RDMA (NVIDIA Dynamo's nixl_connect) by NIXL; only if all clients are trusted: they can
-    have memory of other processes read"""
+    """read images published for RDMA (NVIDIA Dynamo's nixl_connect) by NIXL; only if all clients are trusted with the
+    memory of other processes"""
 
     image_fetch_timeout_s: PositiveFloat = field(default=10.0, name="media-image-fetch-timeout")
-    """longest time to fetch one image, with redirects and retry, without the wait for a place among --media-max-fetches
-    (as long at most)"""
+    """longest time to fetch one image, with redirects and retry; the wait for a place among --media-max-fetches may
+    take as long again"""
     audio_fetch_timeout_s: PositiveFloat = field(default=20.0, name="media-audio-fetch-timeout")
     """the same for one audio item"""
     video_fetch_timeout_s: PositiveFloat = field(default=30.0, name="media-video-fetch-timeout")
     """the same for one video"""
     min_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="media-min-rate-bytes-per-s")
-    """while other hosts wait for a place among --media-max-fetches, slower fetches lose theirs (503
-    `media_overloaded`); 0: not"""
+    """slower fetches lose their place among --media-max-fetches while other hosts wait (503 `media_overloaded`); 0:
+    never"""
     min_rate_grace_s: NonNegativeFloat = field(default=2.0, name="media-min-rate-grace")
-    """time that a fetch has before that applies"""
+    """time before that applies"""
     max_redirects: NonNegativeInt = field(default=3, name="media-max-redirects")
     """most redirects of one fetch"""
     max_fetches: PositiveInt = field(default=128, name="media-max-fetches")

@@ -160,7 +160,7 @@ def _entries(data: memoryview, offset: int) -> Iterator[int]:
 
 
 class MemoryFile(io.RawIOBase):
-    """A file over bytes in memory, of which it copies only what is read; it ignores a `seek` to before the start.
+    """A file over bytes in memory that copies only what is read; it ignores a `seek` to before the start.
 
     Libraries seek to invalid offsets from damaged files; an exception inside their callbacks would be printed.
     """

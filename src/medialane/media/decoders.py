@@ -85,7 +85,7 @@ _IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "a
 #: Audio media type -> kind, libsndfile's name in lower case; every other type is decoded by FFmpeg, like M4A.
 _AUDIO_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "audio/ogg": "ogg"}
 
-#: Codec by its common name -> FFmpeg decoders, any of which suffices.
+#: Codec by its common name -> FFmpeg decoders; any of them suffices.
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
 
 
@@ -163,7 +163,7 @@ class DecodeOptions(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """One row. Its functions raise the modality's errors of `core.errors`.
+    """One row. Its functions raise the modality's errors of `types.errors`.
 
     `sniff` returns the media type of encoded bytes after checking their header; `decode` and `check` get it with the
     bytes. `check` raises what `decode` would raise for the header; for types in `sniffed_whole` nothing that `sniff`
@@ -172,7 +172,8 @@ class Decoder(NamedTuple):
     `measure` returns the size of what `decode` would return, without decoding it if that is certain.
 
     `magic` are magic bytes of its types, `riff` the form type of its RIFF files: a file with these that is rejected is
-    damaged. `kinds` lists what libraries decode; `kind` returns that of a media type, None if only its decoder knows.
+    damaged. `kinds` lists what libraries decode; `kind` returns the kind of a media type, None if only its decoder
+    knows.
     """
 
     sniff: Callable[[Bytes, MediaConfig], str]

@@ -67,7 +67,7 @@ _STORAGES = {
     "torch DoubleStorage": "float64",
 }
 
-#: The bits of the exponent, all of which are set in NaN and infinities (IEEE 754).
+#: The bits of the exponent: all are set in NaN and infinities (IEEE 754).
 _EXPONENTS = {
     "float16": ("<u2", 0x7C00),
     "bfloat16": ("<u2", 0x7F80),

@@ -58,7 +58,7 @@ class Fetcher:
         not fetched.
 
         Concurrent callers for the same content share one fetch, which is cancelled with the last of them; its timeout
-        is that of the callers who began it, others fetch once more. Errors have no `param`. Raises InvalidMediaUrl,
+        applies to the callers who began it, others fetch once more. Errors have no `param`. Raises InvalidMediaUrl,
         UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaOverloaded,
         MediaTooLarge, EmptyMedia, UnsupportedMediaType (unsupported modality), UpstreamFailed, and what the body
         raises.

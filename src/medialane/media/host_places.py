@@ -5,7 +5,7 @@ shrinks as the places fill, and eight slow hosts are needed to take all. Who wai
 places of its host. Waiting has a limit of its own: the time of a fetch does not run meanwhile, and a fetch that gets no
 place fails with MediaOverloaded, for which its host is not to blame.
 
-While a host waits, holders slower than the minimum rate lose their places: those of hosts that have more places than
+While a host waits, holders slower than the minimum rate lose their places: hosts first that have more places than
 the waiting one, hosts with the most places first. Without such need, slowness is no error.
 """
 
@@ -52,7 +52,7 @@ class Place:
 
 
 class HostPlaces:
-    """`num_places`, of which a host may have `max_per_host`. Used inside a running loop."""
+    """`num_places` in all, at most `max_per_host` per host. Used inside a running loop."""
 
     def __init__(
         self, num_places: int, max_per_host: int, *, min_rate_bytes_per_s: float = 0.0, grace_s: float = 0.0

@@ -64,7 +64,7 @@ _MAX_KEPT_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Validators:
-    """Validators for a conditional request. Valid only for the URL of which `url` is the digest (`url_digest`): the one
+    """Validators for a conditional request. Valid only for the URL whose digest (`url_digest`) is `url`: the one
     after redirects that returned them. A URL may be long, and contain a client's secret."""
 
     url: bytes

@@ -46,7 +46,7 @@ _FORMATS: dict[ImageType, str] = {
     "image/bmp": BmpImagePlugin.BmpImageFile.format,
 }
 
-#: Types of which Pillow knows the size once it has opened a file; a GIF's first frame may be larger than its canvas.
+#: Types whose size Pillow knows once it has opened a file; a GIF's first frame may be larger than its canvas.
 _SIZED: frozenset[ImageType] = frozenset(("image/jpeg", "image/png", "image/webp", "image/avif", "image/bmp"))
 
 #: Preparers have one thread each; the pixel values do not depend on it.
@@ -90,7 +90,7 @@ def check_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) ->
 
 def measure_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> MediaSize:
     """Return the size that `decode_image` gives. Raises what `check_image` raises, and what decoding raises for a type
-    of which Pillow does not know the size before."""
+    whose size Pillow does not know before."""
     with _opened(encoded, config) as (image_file, _, media_type):
         if media_type in _SIZED:
             width, height = image_file.size

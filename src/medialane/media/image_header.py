@@ -4,9 +4,9 @@ Decoders allocate what a header claims (a 691-byte JPEG may claim 10000x10000 pi
 against the limits here first. Only the six supported types are recognised; other types that a decoder library might
 support never reach it.
 
-`oriented_size` also tells the size that an image will have once it is decoded and rotated. Our decoder rotates an image
-as Pillow does, by the orientation in its EXIF or XMP metadata, unless Pillow fails at rewriting these. Nothing of that
-is imitated here: the size is returned if the metadata certainly do not swap the sides, which is so for nearly all
+`oriented_size` also returns the size that an image will have once it is decoded and rotated. Our decoder rotates an
+image as Pillow does, by the orientation in its EXIF or XMP metadata, unless Pillow fails at rewriting these. Nothing of
+that is imitated here: the size is returned if the metadata certainly do not swap the sides, which is so for nearly all
 images that are sent to models. For the others (photos from a telephone in portrait format, GIF, AVIF, odd files), a
 preparer asks Pillow (`measure`). All steps are bounded, so this may run on an event loop.
 """
@@ -274,7 +274,7 @@ def _is_avif(head: bytes) -> bool:
 
 
 def _read_avif(view: memoryview) -> Sniffed:
-    """Read the largest `ispe` size, which in a grid is that of the whole image.
+    """Read the largest `ispe` size, in a grid the whole image's.
 
     The sizes of the coded images are checked in a preparer (`image`).
     """
@@ -327,7 +327,7 @@ _BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 #: The attribute or element that Pillow searches in XMP if EXIF has no orientation (`Image.getexif`).
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(="|>)([0-9])')
 
-#: Application data with further images, of which Pillow makes another kind of file.
+#: Application data with further images, for which Pillow makes another kind of file.
 _APP2, _MULTI_PICTURE = 0xE2, b"MPF\0"
 
 #: Chunks of PNG that say nothing about the orientation, besides text under other keywords than these.

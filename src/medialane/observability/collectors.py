@@ -224,8 +224,8 @@ def routing_metrics(stats: RoutingStats) -> Iterator[Metric]:
 
 
 def prediction_metrics(modalities: Iterable[str]) -> Iterator[Metric]:
-    """Yield the modalities of which headers follow from the size of the media."""
-    text = "1 for a modality of which the tokens of an item are known from the size of its media"
+    """Yield the modalities whose headers follow from the size of the media."""
+    text = "1 for a modality whose items' tokens are known from the size of the media"
     yield _gauge("medialane_headers_predicted", text, "modality", dict.fromkeys(modalities, 1.0))
 
 

@@ -1,7 +1,7 @@
 """Logging of one process: one line per event on stderr, with the request's ids if there is one, secrets redacted, and
 repetitions limited, as text or JSON.
 
-Theory of operation. All lines go through one handler, that of the root logger: those of vLLM and uvicorn too, which are
+Theory of operation. All lines go through one handler, the root logger's, also the lines of vLLM and uvicorn, which are
 kept from installing theirs (`config.environment`, `vllm_bridge.frontend.http_server`). What is made here is passed to
 processes that this one executes, vLLM's among them, in one variable (`VARIABLE`, `configure_child`).
 
@@ -37,7 +37,7 @@ trace_id: ContextVar[str] = ContextVar("medialane_trace_id", default="")
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-|$)")
 
-#: Names the logging of a process in the environment of those that it executes.
+#: Names the logging of a process in the environment of programs that it executes.
 VARIABLE: Final = "MEDIALANE_LOG_PROCESS"
 
 #: The logger of the lines of requests (`--access-log`). Each is written, however many there are.
@@ -46,7 +46,7 @@ ACCESS_LOGGER: Final = "medialane.access"
 #: Prefix of the error line of our own commands when they cannot start.
 REPORTED_ERROR: Final = "medialane: error: "
 
-#: What is not limited: lines of requests, and those that were written as text, where equal lines have a meaning.
+#: What is not limited: lines of requests, and lines that were written as text, where equal lines have a meaning.
 _UNLIMITED: Final = frozenset({ACCESS_LOGGER, "uvicorn.access", "stdout", "stderr"})
 
 #: Of one line as JSON, so that it can be read again whole.
@@ -83,7 +83,7 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = field(default="info", name="log-level")
     """log level of medialane's own messages"""
     format: Literal["text", "json"] = field(default="text", name="log-format")
-    """format of all logs, with lines of vLLM and the HTTP server; json: one object per line"""
+    """format of all logs; json: one object per line"""
     access: bool = field(default=False, name="access-log")
     """log a line for each request when it ends (model, tenant, media, worker, times, tokens, status, reason), instead
     of the HTTP server's"""
@@ -170,7 +170,7 @@ class _Repetition:
         self.since, self.next_at = now, now + self.interval_s
 
     def written(self, now: float) -> logging.LogRecord:
-        """Return what is written now: the last occurrence, with the number of those that were left out."""
+        """Return what is written now: the last occurrence, with the number of omitted ones."""
         record, number, seconds = self.record, self.num_left_out, now - self.since
         self.num_left_out = 0
         self.interval_s = min(2 * self.interval_s, _MAX_INTERVAL_S)
@@ -208,7 +208,7 @@ class RepetitionLimit:
         self._next_sweep = -math.inf
 
     def admit(self, record: logging.LogRecord, now: float) -> list[logging.LogRecord]:
-        """Return the records to write: those that are due, and `record` unless it is a repetition."""
+        """Return the records to write: due ones, and `record` unless it is a repetition."""
         if record.levelno < logging.INFO or record.name in _UNLIMITED:
             return [record]
         due = self._due(now)
@@ -324,7 +324,7 @@ def is_json(line: str) -> bool:
 
 
 def is_access_line(line: str) -> bool:
-    """Return whether a line of either format is that of a request."""
+    """Return whether a line of either format is about a request."""
     return _ACCESS_LINE.search(line) is not None
 
 
@@ -390,7 +390,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def _process(record: logging.LogRecord) -> str:
-    """Return the name of the process among those of Python's multiprocessing; empty for its parent."""
+    """Return the name of the process among Python's multiprocessing children; empty for their parent."""
     return "" if record.processName in (None, "MainProcess") else str(record.processName)
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the gateway, in the same registry as those of vLLM's app.
+"""Prometheus metrics of the gateway, in the same registry as the metrics of vLLM's app.
 
 Requests push: stages, cache lookups and errors are counted as they happen. State is pulled: arena, preparers and
 workers are read on each scrape by the functions passed to `watch` (`collectors` makes their families), so values are
@@ -27,7 +27,7 @@ _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60,
 
 
 class Metrics:
-    """medialane's collectors; `close` unregisters them. Figures of the whole host, those of store and workers, are in
+    """medialane's collectors; `close` unregisters them. Figures of the whole host (store, workers) are in
     the registry `host` (default: the same one): all gateways of the host have them."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, *, host: CollectorRegistry | None = None) -> None:

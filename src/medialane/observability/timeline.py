@@ -1,4 +1,4 @@
-"""The timeline of a request: when its steps were and how long they took, also those of each of its media items in the
+"""The timeline of a request: when its steps were and how long they took, also of each of its media items in the
 store and its preparers; cache hits and misses, copied bytes."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ StepName = Literal[
     "first_token",
 ]
 #: What a request waits for. While a preparer has an item it is `prepare`, and until the first token, at the worker,
-#: `prefill`: only their ends tell decode from process, and queue from prefill.
+#: `prefill`: only their ends distinguish decode from process, and queue from prefill.
 LiveStage = Literal[StepName, "prepare", "answer"]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 
-#: Steps that a timeline keeps with their start; those of a beam search, which routes each token, are not all kept.
+#: Steps that a timeline keeps with their start: of a beam search, which routes each token, not all are kept.
 MAX_STEPS = 32
 
 
@@ -66,7 +66,7 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageTimeline:
-    """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
+    """Seconds by stage. Items of one request run concurrently: a stage's time is its slowest item's.
 
     `num_embeddings` counts items that were found encoded, `media_bytes` is the size of the encoded item, if it is one
     item's timeline. `current` is the stage that was entered last, at `entered_at`.

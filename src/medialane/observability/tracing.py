@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the SDK is loaded only if requests are traced
 PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE_NAME: Final = "OTEL_SERVICE_NAME"
 
-#: Longer state of other vendors is not passed on: W3C's specification asks for so much.
+#: Longer state of other vendors is not passed on: W3C's specification requires only this much.
 _MAX_TRACESTATE_CHARACTERS = 512
 
 #: How long spans that are left may be sent when the process stops.

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import METRIC_TYPES, Metric
 
 from medialane.types.stats import MetricChanges, MetricFamily, MetricSeries, ProcessKind
 
-#: Only vLLM's metrics: `process_` and `python_` would be mistaken for those of the gateway's process.
+#: Only vLLM's metrics: `process_` and `python_` would be mistaken for the gateway's own.
 PREFIX = "vllm:"
 
 #: The label with the worker's address, as in medialane's own metrics.
@@ -50,7 +50,7 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 class MetricReader:
     """Tracks which changes of a registry's `PREFIX` families one gateway has not been sent yet. Series above
-    `max_series` are left out and counted in `num_dropped`. `memory` returns that of the worker's processes."""
+    `max_series` are left out and counted in `num_dropped`. `memory` returns the worker's processes' memory."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class MetricMirror:
         self._series: dict[int, MetricSeries] = {}
         self._values: dict[int, float] = {}
         self._num_sent = 0
-        #: That of the worker's processes, in bytes.
+        #: Memory of the worker's processes, in bytes.
         self.memory: Mapping[ProcessKind, int] = {}
 
     def __len__(self) -> int:

@@ -81,8 +81,8 @@ def enter(given: Mapping[str, str]) -> None:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the names of variables that distinguish two environments of fork servers, except those that `enter` sets,
-    and those that nothing is built from."""
+    """Return the names of variables that distinguish two environments of fork servers, except variables that `enter`
+    sets, and variables that nothing is built from."""
     ignored = {*_REQUIRED, _TUNABLES, PHASE_FILE, LOG_PROCESS, "VLLM_CONFIGURE_LOGGING"}
     return sorted(name for name in {*one, *other} - ignored if one.get(name) != other.get(name))
 
@@ -116,7 +116,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def require_one_thread() -> None:
-    """Raise StartupFailed unless this process has exactly one thread, besides those that do not matter to a fork.
+    """Raise StartupFailed unless this process has exactly one thread, besides threads that do not matter to a fork.
 
     A forked child has only the calling thread: locks held by other threads stay locked in it forever.
     """
@@ -145,7 +145,7 @@ def detach(keep: int) -> None:
     os.dup2(null, 0)
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > _STDERR and fd != keep:
-            with suppress(OSError):  # that of the listing itself, closed by now
+            with suppress(OSError):  # the listing's own, closed by now
                 os.close(fd)
     signal.set_wakeup_fd(-1)
     default_signals()

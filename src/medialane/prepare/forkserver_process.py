@@ -4,7 +4,7 @@ over when it dies; and the fork server that was forked before, with a processor 
 *Prebuilt*: a warm process calls `prebuild_processor` once. Each store is a fork of it, and calls `fork_forkserver`
 while it has one thread, and before it has read a secret: the fork server, which waits with the built processor, then
 has none in its memory. When the store knows its settings, `ForkserverProcess.start` takes that fork server over, if its
-processor was built for these; otherwise, and after its death and that of its spare, the store execs one.
+processor was built for these; otherwise, and after it and its spare have died, the store execs one.
 
 The spare is a fork of the active one. When that dies, the spare replaces it and forks its own spare; a processor is
 rebuilt only if both die at the same time. Measured with the tiny Qwen2.5-VL on two cores: importing, building and

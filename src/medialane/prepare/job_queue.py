@@ -44,7 +44,7 @@ class JobResult:
 
 class Job:
     """What one preparer does for one item: `ask` makes the request of the job's id, `key` is equal for all jobs that do
-    the same, and is that of the feature if it makes one.
+    the same, and is the feature's if it makes one.
 
     Owns a pin on the encoded bytes (`source`), if it needs some, and, once the preparer has reported the sizes, a range
     of the arena (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published.
@@ -143,7 +143,7 @@ def _release(value: JobValue) -> None:
 
 
 class JobQueue:
-    """FIFO queue. At most `limit` jobs wait in addition to those that idle preparers are about to take. `drain_s`
+    """FIFO queue. At most `limit` jobs wait in addition to jobs that idle preparers are about to take. `drain_s`
     returns in how many seconds the waiting jobs are expected to be done."""
 
     def __init__(self, *, limit: int, timeout_s: float, drain_s: Callable[[], float] = float) -> None:

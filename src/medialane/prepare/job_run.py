@@ -227,7 +227,7 @@ _Report = TypeVar("_Report", NeedRange, Done, ItemMeasured, BlankDescribed)
 
 
 def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:
-    """Return the report if it has this type and job id. Raises the error of a JobFailed, else PreparerLost."""
+    """Return the report if it has this type and job id. Raises the error of a JobFailed, otherwise PreparerLost."""
     if isinstance(report, JobFailed) and report.job_id == job_id:
         raise reported_error(report.report)
     if isinstance(report, kind) and report.job_id == job_id:

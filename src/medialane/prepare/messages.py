@@ -15,7 +15,7 @@ channel.
     Fork (of SPARE) + control socket -> forks another fork server, with this control channel
           <---------------------- Forked + pidfd | ForkFailed
 
-*Jobs*, store <-> one preparer, SOCK_STREAM: msgpack messages in frames (`wire.framing`). A preparer keeps a job's
+*Jobs*, store <-> one preparer, SOCK_STREAM: msgpack messages in frames (`wire.connection`). A preparer keeps a job's
 tensors until FreeTensors; the store may send the next job before that.
 
     store                         preparer
@@ -54,7 +54,7 @@ from medialane.types.errors import ErrorReport, PreparationFailed, ProtocolViola
 from medialane.types.feature import MAX_HEADER_BYTES, Header
 from medialane.types.media import EncodedMedia, MediaSize, Modality
 from medialane.types.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
-from medialane.wire.framing import append_frame
+from medialane.wire.connection import append_frame
 
 #: Below the kernel's default send buffer (212 992), so that a packet is never split.
 MAX_CONTROL_BYTES = 128 * 1024
@@ -103,7 +103,7 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The processor is warm, after `warm_s` seconds.
 
-    `sandbox` is the sandbox of its preparers, `settings` are those of its processor. `probe` is the address of the
+    `sandbox` is the sandbox of its preparers, `settings` are its processor's. `probe` is the address of the
     arena's id in its memory: the pool tries to read it to find out whether it may.
     """
 
@@ -138,7 +138,7 @@ class ForkFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """The preparer has exited; `status` is that of os.waitstatus_to_exitcode (negative: killed by that signal)."""
+    """The preparer has exited; `status` is from os.waitstatus_to_exitcode (negative: killed by that signal)."""
 
     preparer_id: int
     status: int

@@ -27,7 +27,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverProcess, ProcessorSource, SpareForkserver, is_prebuilt
 from medialane.prepare.job_queue import Job, JobQueue, JobValue
-from medialane.prepare.job_run import Quarantine, to_the_end
+from medialane.prepare.job_run import to_the_end
 from medialane.prepare.messages import (
     DescribeBlank,
     ItemRequest,
@@ -84,8 +84,7 @@ class PreparerPool:
         self._forkserver: ForkserverProcess | None = None
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s, drain_s=self._drain_s)
         self._outage = Outage()
-        self._quarantine = Quarantine()
-        self._preparers = Preparers(config, self._queue, arena, self._quarantine)
+        self._preparers = Preparers(config, self._queue, arena)
         self._unavailable: str | None = "media preparation has not started"
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -124,7 +123,7 @@ class PreparerPool:
     ) -> Lease[Feature]:
         """Decode and process one item, publish its feature in the arena under `mm_hash`; the caller owns the lease.
 
-        `io` holds the decoding options (as in `MediaRef`), `options` those of the processor; without `options` the item
+        `io` holds the decoding options (as in `MediaRef`), `options` the processor's; without `options` the item
         is only decoded (stage `decoded`).
 
         The caller keeps `encoded`: the job pins it separately. Raises MediaOverloaded (queue full, or no preparer in
@@ -194,7 +193,7 @@ class PreparerPool:
         try:
             if self._unavailable is not None:
                 raise Unavailable(self._unavailable, retry_after_s=self._outage.retry_after_s)
-            self._quarantine.check(job.key)
+            self._preparers.quarantine.check(job.key)
             self._queue.put(job)
         except MedialaneError:
             job.close()

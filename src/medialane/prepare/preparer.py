@@ -47,7 +47,7 @@ from medialane.types.errors import MedialaneError, MediaTooLarge, PreparationFai
 from medialane.types.feature import MAX_HEADER_BYTES
 from medialane.types.media import MAX_METADATA_BYTES, EncodedMedia, MediaSize
 from medialane.types.tensor import MAX_TENSORS, ArenaRange, TensorSpec
-from medialane.wire.framing import FrameReader
+from medialane.wire.connection import FrameReader
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from medialane.prepare.messages import (
 from medialane.prepare.sandbox import read_into
 from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.types.errors import ProtocolViolation
-from medialane.wire.framing import FrameReader
+from medialane.wire.connection import FrameReader
 
 logger = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ class _Slot:
 class Preparers:
     """Keeps `num_wanted` preparers running. The counters include all fork servers so far."""
 
-    def __init__(self, config: PrepareConfig, queue: JobQueue, arena: Arena, quarantine: Quarantine) -> None:
+    def __init__(self, config: PrepareConfig, queue: JobQueue, arena: Arena) -> None:
         self.num_wanted = config.resolved_num_preparers()
         self.alive: set[PreparerProcess] = set()
         self.num_busy = 0
@@ -76,8 +76,8 @@ class Preparers:
         self._max_jobs = config.max_jobs_per_preparer
         self._max_age_s = config.max_preparer_age_s
         self._queue = queue
-        self._quarantine = quarantine
-        self._runner = JobRunner(arena, quarantine, num_preparers=self.num_wanted)
+        self.quarantine = Quarantine()
+        self._runner = JobRunner(arena, self.quarantine, num_preparers=self.num_wanted)
 
     async def run_slot(
         self, forkserver: ForkserverProcess, on_ready: Callable[[], None], on_failure: Callable[[], None]
@@ -190,11 +190,11 @@ class Preparers:
     def _note_blame(self, job: Job, slot: _Slot, result: JobResult) -> None:
         """Count an end of the preparer against what it was decoding: the next job, if it had that one already."""
         if result.error is None:
-            self._quarantine.clear(job.key)
+            self.quarantine.clear(job.key)
         elif isinstance(result.error, PreparerCrashed | PreparerTimeout) and not result.is_preparer_usable:
             suspect = job if slot.next is None else slot.next
             if not suspect.is_abandoned:
-                self._quarantine.add(suspect.key)
+                self.quarantine.add(suspect.key)
 
     async def _send_next(self, job: Job, slot: _Slot) -> None:
         """Send the next job, if one is queued, to the preparer that has processed `job`."""

@@ -39,7 +39,7 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decoded_item(media: Decoded) -> ProcessedItem:
-    """Return the array of decoded media as one tensor, laid out as in `core.media`, with an empty header (stage
+    """Return the array of decoded media as one tensor, laid out as in `types.media`, with an empty header (stage
     `decoded`)."""
     array: NDArray[Any] = np.ascontiguousarray(media.array)
     spec = TensorSpec(array.dtype.name, array.shape)  # type: ignore[arg-type]  # it checks the name
@@ -65,7 +65,7 @@ class Processor(Protocol):
         ...
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """Sample the same frames as the engine's own sampler (`core.media.FrameSampler`)."""
+        """Sample the same frames as the engine's own sampler (`types.media.FrameSampler`)."""
         ...
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
@@ -148,13 +148,13 @@ class Assembler(Protocol):
 
     @property
     def predicted(self) -> frozenset[Modality]:
-        """The modalities of which an item's header is a function of the media's size and the options, but for some
+        """The modalities for which an item's header is a function of the media's size and the options, but for some
         sizes or options (`Processor.describe`)."""
         ...
 
     @property
     def fallback_stages(self) -> Mapping[Modality, StageName]:
-        """The stages of prompts with items of which no features are made, by modality."""
+        """The stages of prompts with items that get no features, by modality."""
         ...
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
@@ -164,7 +164,7 @@ class Assembler(Protocol):
     def place(
         self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
     ) -> Sequence[PlaceholderRange | None]:
-        """Return where the items of an expanded prompt are, of which `ranges` say only offset and length: None for an
+        """Return where the items of an expanded prompt are, whose `ranges` say only offset and length: None for an
         item whose placeholder is not there. Raises InvalidFeature, PromptTooLong."""
         ...
 

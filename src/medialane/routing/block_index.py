@@ -10,7 +10,7 @@ A slot may hold a hundred thousand blocks, and clearing its bit in all their mas
 30 ms. So the blocks of a slot that loses all of them at once are swept in small steps, by later calls. Until that is
 done the masks are not trusted about this slot: its own table of blocks is bisected instead.
 
-Pending blocks are those of requests in flight, which a slot will hold soon but no KV event has reported yet. Every
+Pending blocks belong to requests in flight: a slot will hold them soon, but no KV event has reported them yet. Every
 request adds a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some lengths of the
 prompt are stored: 9 blocks, then growing by half each time, and the whole. A search looks up the same lengths of
 another prompt. The prefix that it finds is too short by at most a third, or 8 blocks, and exact for the same prompt.
@@ -77,7 +77,7 @@ class BlockIndex:
         return block in self._held.get(slot, ())
 
     def store(self, slot: int, ids: BlockIds) -> None:
-        """Add blocks to those that the slot holds; those it holds already are ignored."""
+        """Add blocks to the slot's; blocks it holds already are ignored."""
         # At least as many as are stored, or a slot that is replaced again and again would leave ever more to sweep.
         self.sweep(max(_SWEPT_BLOCKS, len(ids)))
         held, shards, bit = self._held.setdefault(slot, {}), self._holders, 1 << slot
@@ -91,7 +91,7 @@ class BlockIndex:
             held[block] = None
 
     def remove(self, slot: int, ids: BlockIds) -> None:
-        """Remove blocks from those that the slot holds; those it does not hold are ignored."""
+        """Remove blocks from the slot's; blocks it does not hold are ignored."""
         held, others = self._held.get(slot, {}), ~(1 << slot)
         for block in ids.tolist():
             if block in held:
@@ -228,7 +228,7 @@ class PendingBlocks:
     def __init__(self, *, ttl_s: float, clock: Callable[[], float]) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
-        self._prefixes: dict[PendingPrefix, None] = {}  # in order of creation, which is that of their initial deadlines
+        self._prefixes: dict[PendingPrefix, None] = {}  # in order of creation, so of their initial deadlines
         self._shortened: deque[PendingPrefix] = deque()  # in order of their final deadlines
         self._next_deadline = math.inf  # the earliest initial deadline is not before this
         self._holders: dict[int, int] = {}  # block -> bit mask of slots
@@ -242,7 +242,7 @@ class PendingBlocks:
         return self.add_stored(slot, [ids.item(place) for place in _stored_places(len(ids))])
 
     def add_stored(self, slot: int, ids: list[int]) -> PendingPrefix:
-        """Add the prompt of another gateway's prefix, of which these are the `ids`."""
+        """Add the prompt of another gateway's prefix with these `ids`."""
         prefix = PendingPrefix(slot, ids, self._clock() + self._ttl_s)
         self._prefixes[prefix] = None
         self._next_deadline = min(self._next_deadline, prefix.deadline)
@@ -273,8 +273,8 @@ class PendingBlocks:
                 del holders[block]
 
     def shorten_deadline(self, prefix: PendingPrefix, delay_s: float) -> None:
-        """Let the prefix count for `delay_s` from now at most; the same in every call. Drops those whose deadline has
-        passed: a request has ended, so that is off the critical path of any."""
+        """Let the prefix count for `delay_s` from now at most; the same in every call. Drops prefixes whose deadline
+        has passed: a request has ended, so that is off the critical path of any."""
         self.expire()
         deadline = self._clock() + delay_s
         if prefix in self._prefixes and deadline < prefix.deadline:
@@ -302,8 +302,8 @@ class PendingBlocks:
             self.forget(prefix)
 
     def prefixes(self, ids: BlockIds, slots: int, *, beyond: int = 0) -> Prefixes:
-        """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of those of more than `beyond`
-        blocks; too short by at most a third, or 8 blocks."""
+        """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of prefixes of more than
+        `beyond` blocks; too short by at most a third, or 8 blocks."""
         places = _stored_places(len(ids))
         prefixes, length = [], 0
         for place in places[bisect_left(places, beyond) :]:

@@ -16,7 +16,7 @@ PolicyName = Literal["cost", "round-robin", "random", "least-loaded", "prefix-on
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Costs are expected milliseconds until the first token, plus the delay of other requests. Only ratios matter.
 
-    The times are those of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` varies each at
+    The times are of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` varies each at
     about 80 % utilisation, with embeddings shared on one host and two, with none, and with scarce engines.
     """
 
@@ -32,8 +32,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_ms: NonNegativeFloat = field(default=5.0, name="routing-request-ms")
     """cost of any request besides its tokens"""
     contention_weight: NonNegativeFloat = field(default=2.0, name="routing-contention-weight")
-    """weight of computing relative to waiting: recomputing what another worker has cached delays others; 0 duplicates a
-    prompt in flight elsewhere at once"""
+    """weight of computing relative to waiting, as recomputing delays others; 0 duplicates a prompt in flight elsewhere
+    at once"""
     running_ms: NonNegativeFloat = field(default=0.2, name="routing-running-ms")
     """cost of each running sequence"""
     over_capacity_ms: NonNegativeFloat = field(default=25.0, name="routing-over-capacity-ms")

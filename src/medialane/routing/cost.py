@@ -34,7 +34,7 @@ from medialane.types.feature import MediaSpan
 from medialane.types.request import CostParts
 
 _MIB: Final = 1 << 20
-#: Embeddings of an item whose count is not known yet: about those of an image of 1024x768.
+#: Embeddings of an item whose count is not known yet: about as many as of an image of 1024x768.
 _UNKNOWN_EMBEDS: Final = 1024
 #: Weight of a ms by which a sequence at the worker is delayed, relative to a ms until the item is encoded. In traces of
 #: `medialane bench encode_sim`, items wait too long for busy encoders if it is larger, and sequences are delayed while
@@ -92,8 +92,8 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 class Rates(NamedTuple):
     """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
     byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot; per
-    embedding of an item that a slot has in neither cache, or per byte of those in the arena. With a temperature a slot
-    is sampled with weight exp(-score / temperature)."""
+    embedding of an item that a slot has in neither cache, or per byte of embeddings in the arena. With a temperature a
+    slot is sampled with weight exp(-score / temperature)."""
 
     request: float = 0.0
     token: float = 0.0
@@ -193,7 +193,7 @@ class NewItem(NamedTuple):
 
 
 class EncodeCosts(NamedTuple):
-    """Rates, in milliseconds: `request_ms` is that of an encode request besides its embeddings."""
+    """Rates, in milliseconds: `request_ms` is the cost of an encode request besides its embeddings."""
 
     embed_ms: float
     request_ms: float
@@ -213,7 +213,7 @@ class EncodeCosts(NamedTuple):
         return self.request_ms + queue_ms + self.encode_ms(item) + load_ms
 
     def worker_ms(self, item: NewItem, num_sequences: float) -> float:
-        """Return the cost of an item at a worker, with that of the sequences that it delays there."""
+        """Return the cost of an item at a worker, including the sequences that it delays there."""
         return self.encode_ms(item) * (1 + _DELAY_WEIGHT * num_sequences)
 
 

@@ -61,7 +61,7 @@ class Policy:
         self._excluded: Scores = np.empty(0)  # infinite for all but the last request's candidates
 
     def choose(self, scoring_input: ScoringInput) -> Choice:
-        """Select one of the candidates, of which there must be at least one."""
+        """Select one of the candidates, at least one."""
         cached, reported = self._prefixes(scoring_input.request, scoring_input.candidates)
         scores = self.scores(scoring_input, cached)
         slot = self._sample(scores) if self._rates.temperature else self._lowest(scores)

@@ -22,7 +22,7 @@ from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.retry_after import Places
 from medialane.types.stats import MAX_ITEMS, PendingWork
 
-#: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
+#: A response may arrive before the KV events of its blocks: the worker collects events for 10 ms
 #: (`worker.block_table`), and event loops under load lag. Long enough for that, and short compared with the turnover
 #: time of a cache.
 _EVENT_DELAY_S: Final = 0.5
@@ -88,7 +88,7 @@ class AnnouncedRequest:
 
 @dataclass(slots=True, eq=False)
 class _Occupied:
-    """What a request has at its slot. `on_dequeued` tells other gateways, if they know of it, that it has its first
+    """What a request has at its slot. `on_dequeued` informs other gateways, if they know of it, that it has its first
     token, or never will."""
 
     work_ms: float
@@ -155,7 +155,7 @@ class RoutedRequest:
 
     def prefilled(self, num_cached_tokens: int | None, *, waited_s: float | None = None) -> None:
         """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them), and
-        it has waited for so long in the engine, if that is known."""
+        it has waited that long in the engine, if that is known."""
         if (occupied := self._occupied) is not None and occupied.is_queued:
             if waited_s is not None:
                 self._slot.wait_s = waited_s

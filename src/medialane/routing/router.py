@@ -99,7 +99,7 @@ class Router:
 
     @property
     def num_with_room(self) -> int:
-        """Those of them whose engines can begin another request at once."""
+        """The workers whose engines can begin another request at once."""
         return self._slots.with_room.bit_count()
 
     def waits_s(self) -> dict[str, float]:

@@ -44,8 +44,8 @@ _BATCH_TOKENS: Final = 2048
 class Slot:
     """One rank of one worker: its reported state, and the requests sent from here that have not ended. Requests that
     another gateway has announced (`num_announced`) are among `num_in_flight` and `num_queued` until their first token.
-    `unreported_ms` is the work of those that came since the last report of its load, `wait_s` how long the last one
-    that has begun had waited in its engine. `parts` are those of its base cost (ms): queue, running sequences, KV
+    `unreported_ms` is the work of requests that came since the last report of its load, `wait_s` how long the last one
+    that has begun had waited in its engine. `parts` are the terms of its base cost (ms): queue, running sequences, KV
     pressure."""
 
     number: int
@@ -113,7 +113,7 @@ class SlotTable:
         #: Tokens per KV block, of all slots; changes only when a slot joins or leaves.
         self.block_sizes: tuple[int, ...] = ()
         self.open = 0  # bit mask of the slots that accept requests
-        self.with_room = 0  # bit mask of those whose engines can begin another request at once
+        self.with_room = 0  # bit mask of slots whose engines can begin another request at once
         self.remote = 0  # bit mask of the slots on another host
         self.table: Scores = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
 
@@ -219,7 +219,7 @@ class SlotTable:
         self.update(slot)
 
     def finish(self, slot: Slot, *, announced: bool = False) -> None:
-        """Remove a finished request, or an announced one that is no longer queued, from those in flight."""
+        """Remove a finished request, or an announced one that is no longer queued, from the requests in flight."""
         slot.num_in_flight -= 1
         slot.num_announced -= announced
         self.update(slot)
@@ -298,9 +298,9 @@ def bit_rows(masks: Sequence[int], num_slots: int) -> Scores:
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     """A prompt to be routed.
 
-    `block_ids` are those of its full blocks, in order, by the tokens per block: at least one size, and every one that a
-    worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a worker
-    on another host. `lora` is the adapter's name with its version, `rank` the data-parallel rank that the client
+    `block_ids` are the ids of its full blocks, in order, by the tokens per block: at least one size, and every one that
+    a worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a
+    worker on another host. `lora` is the adapter's name with its version, `rank` the data-parallel rank that the client
     requested (None: any). `excluded` are workers that must not be chosen.
     """
 
@@ -314,8 +314,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     excluded: frozenset[str] = frozenset()
 
     def blocks_at(self, card: ModelCard | None) -> tuple[int, BlockIds]:
-        """Return a worker's block size and the prompt's block ids; none if those of this size are not known, or it has
-        no prefix cache."""
+        """Return a worker's block size and the prompt's block ids; none if the ids for this size are not known, or it
+        has no prefix cache."""
         size, ids = next(iter(self.block_ids.items()))
         if card is None or card.block_size == size:
             return size, ids

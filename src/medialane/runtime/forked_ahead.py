@@ -4,7 +4,7 @@ Theory of operation. A fork has all imports, but only the thread that forks: loc
 When vLLM starts EngineCore, its front end has threads of ZeroMQ and may have some of tokenizers and OpenMP. So the
 processes are forked before, while there is one thread, and wait at a pipe for what `spawn` would send: environment,
 function and arguments, pickled. vLLM gets them from a multiprocessing context whose `Process` takes one of them;
-exit status, sentinel and signals are those of any child of this process. A child whose parent dies is killed.
+exit status, sentinel and signals are as of any child of this process. A child whose parent dies is killed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Waiting(NamedTuple):
 @contextmanager
 def forked_ahead(number: int) -> Iterator[ForkedContext]:
     """Fork `number` processes, and yield a context that starts them, with none and a `reason` if this process has other
-    threads. Those that are not used are killed. Raises OSError."""
+    threads. Unused ones are killed. Raises OSError."""
     resource_tracker.ensure_running()  # as `spawn` does: one for this process and its children
     gc.freeze()  # collections, here and there, would write to shared pages
     waiting: list[_Waiting] = []

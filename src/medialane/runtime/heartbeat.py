@@ -3,7 +3,7 @@
 Theory of operation. The kernel reports an exit; a process that is stopped, or whose event loop is blocked, exits never,
 and keeps what others wait for. So each process sends a beat every second while it serves: to the supervisor through a
 pipe that it inherits, a fork server through its control channel. One that has not sent a beat for `MAX_SILENT_S` hangs
-if it has used no CPU time since (its own, not that of its children: an engine may compute while nobody can reach it)
+if it has used no CPU time since (its own, not its children's: an engine may compute while nobody can reach it)
 and did not wait for a core, and after `MAX_BUSY_S` in any case.
 
 Not counted is time in which the process could not have sent a beat: before the first one and after `pause` (start-up
@@ -77,7 +77,7 @@ async def _beat() -> None:
 
 
 def _descriptor() -> int | None:
-    """Return that of the pipe; None for a process that has none, or has inherited the variable without it."""
+    """Return the heartbeat of the pipe; None for a process that has none, or has inherited the variable without it."""
     number = os.environ.get(VARIABLE, "")
     with suppress(OSError):
         if number.isdecimal() and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
@@ -153,7 +153,7 @@ class HangWatch:
                 return reason
 
     def _tick(self, now: Activity | None) -> str | None:
-        """Count a tick, however long it took: longer ones are those of a supervisor that did not run."""
+        """Count a tick, however long it took: in longer ones the supervisor itself did not run."""
         if now is None:
             return None  # it has exited
         is_stopped = now.state == "T"

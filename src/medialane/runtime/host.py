@@ -33,7 +33,7 @@ def ascii_host(host: str) -> str:
 
 def ascii_name(name: str) -> str:
     """Return a host name of a URL in lower case, an international one in punycode (IDNA 2008, like vLLM). Raises
-    UnicodeError for others, among them those that look like ASCII: none is mapped to it."""
+    UnicodeError for others, also for look-alikes of ASCII: none is mapped to it."""
     name = name.lower()
     if name.isascii():
         return name

@@ -104,7 +104,7 @@ def set_subreaper(*, on: bool) -> None:
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Reap the children that have exited, except `own`, for which somebody waits. One of those that nobody has waited
+    """Reap the children that have exited, except `own`, for which somebody waits. One that nobody has waited
     for yet may postpone the others to the next call."""
     with suppress(ChildProcessError):  # there is no child
         while (exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -141,8 +141,8 @@ _READ_HERE: Final = {".numba_config.yaml": "NUMBA_...", "ucx.conf": "UCX_..."}
 
 
 def import_nothing_from_here() -> None:
-    """Neither this process, from now on, nor those that inherit its environment import from the working directory: of
-    PYTHONPATH they have only the absolute paths."""
+    """Neither this process, from now on, nor processes that inherit its environment import from the working directory:
+    of PYTHONPATH they have only the absolute paths."""
     variable = os.environ.pop("PYTHONPATH", "")
     given = variable.split(os.pathsep) if variable else []
     absolute = [path for path in given if os.path.isabs(path)]

@@ -3,7 +3,7 @@ processes of its host have ended.
 
 Who starts a process names a file in its environment (`VARIABLE`). The process and its descendants, vLLM's engine
 processes among them, replace the file with each phase that they enter; the latest one counts. Without it they are only
-logged. Exits are counted by the supervisor for the gateways, which expose them: in a file beside those of the phases.
+logged. Exits are counted by the supervisor for the gateways, which expose them: in a file beside the phases' files.
 
 systemd gets the same of a unit of `Type=notify` (sd_notify(3)), each report as a datagram to the socket that it names
 in the environment; without that variable nothing is sent.
@@ -115,7 +115,7 @@ _SHOWN_S = 60.0
 
 
 class ProcessExits(msgspec.Struct):
-    """Ends of a process that is then restarted. `num_hung` of `num` are those of one that was killed because it
+    """Ends of a process that is then restarted. `num_hung` of `num` ended because the process was killed when it
     hung, at `hung_at` (seconds since the epoch) for the last time."""
 
     num: int = 0
@@ -124,7 +124,7 @@ class ProcessExits(msgspec.Struct):
 
 
 class ExitCounts:
-    """The supervisor's. `folder` is that of the phase files."""
+    """The supervisor's. `folder` has the phase files."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME

@@ -1,7 +1,7 @@
-"""Files of this user alone: private ones; small ones that settings name; and those that an owner locks, so that they
+"""Files of this user alone: private ones; small ones that settings name; and files that an owner locks, so that they
 are removed when it has exited.
 
-What we write is private, whatever the umask: logs, settings and answers tell what others must not know.
+What we write is private, whatever the umask: logs, settings and answers contain what others must not know.
 
 An owner holds an exclusive flock(2) on its file while it runs; the kernel drops the lock with the owner's last
 descriptor, also after kill -9. So a process that obtains the lock has found a file without an owner, and may remove it.
@@ -46,7 +46,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def replace_private(path: Path, data: bytes) -> None:
-    """Write a whole file, of which others read the old state or the new one. Raises OSError."""
+    """Write a whole file; others read the old state or the new one. Raises OSError."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     write_private(unfinished, data)
     unfinished.replace(path)
@@ -90,7 +90,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def has_one_owner(path: str) -> bool:
-    """Return whether a process holds the lock of this file for itself, as that of an `OwnedFolder`."""
+    """Return whether a process holds the lock of this file for itself, as of an `OwnedFolder`."""
     descriptor = _open(path)
     if descriptor is None:
         return False
@@ -120,7 +120,7 @@ def abandoned(path: str | Path) -> Iterator[int | None]:
 class OwnedFolder:
     """A folder of mode 0700 that is removed by its owner, or by the next `create` after its owner was killed.
 
-    The lock is that of a file inside. The folder gets its final name only after it is locked, and only final names are
+    The lock is on a file inside. The folder gets its final name only after it is locked, and only final names are
     reaped.
     """
 
@@ -130,7 +130,7 @@ class OwnedFolder:
 
     @classmethod
     def create(cls, parent: Path, prefix: str, *, num_kept: int = 0) -> OwnedFolder:
-        """Create a folder in `parent`, after removing those of this prefix whose owners have exited, except the
+        """Create a folder in `parent`, after removing folders of this prefix whose owners have exited, except the
         `num_kept` newest. Raises StartupFailed."""
         try:
             reap_folders(parent, prefix, num_kept=num_kept)

@@ -1,6 +1,6 @@
 """What the kernel says about the processes below a process: CPU time, memory, and kills for lack of memory.
 
-CPU time tells a process that computes from one that hangs.
+CPU time distinguishes a process that computes from one that hangs.
 
 Memory is the proportional set size (PSS): a page that n processes have mapped counts 1/n in each. Forks share most of
 their pages with the process that they were forked from: a sum of resident sizes would count these many times. Shared
@@ -10,8 +10,8 @@ munmap wait while one of its mappings is walked (`arena.view.PIECE_BYTES`). Henc
 more rarely the longer it takes.
 
 The kernel does not report a kill for lack of memory to the parent, which sees SIGKILL, or, if the process was a child
-of its child, an exit status only. But it counts its kills: those of a cgroup's processes, and, where these cannot be
-read, those of the whole host. The counters are polled, so that a kill of an hour ago explains no exit of today.
+of its child, an exit status only. But it counts its kills: of a cgroup's processes, and, where these cannot be
+read, of the whole host. The counters are polled, so that a kill of an hour ago explains no exit of today.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def used_cpu_s(pids: Iterable[int]) -> float | None:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the CPU time that these processes have used so far, without their descendants; those that have exited
+    """Return the CPU time that these processes have used so far, without their descendants; processes that have exited
     count 0."""
     return sum(_seconds(stat) for pid in pids if (stat := _stat(pid)))
 
@@ -119,7 +119,7 @@ def _read(path: str) -> bytes:
 
 #: Of two reads, at least.
 INTERVAL_S = 10.0
-#: The interval is at least so many times the CPU time of a read.
+#: The interval is at least this multiple of the CPU time of a read.
 MIN_PAUSE = 200
 
 _KIB = 1024

@@ -23,15 +23,14 @@ if TYPE_CHECKING:  # stores and workers have no HTTP server
 DRAIN_TIMEOUT_S = 10.0
 #: For the error responses of requests that have not ended when the drain's time is over.
 GIVE_UP_S = 2.0
-_NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How gateways, workers, encoders and stores stop."""
 
     drain_timeout_s: NonNegativeFloat = field(default=DRAIN_TIMEOUT_S, name="drain-timeout")
-    """how long a stopping process (SIGTERM, `medialane workers drain`) lets requests end, accepting none; then a
-    worker's answers continue at another ready one, a gateway's end with an error"""
+    """how long a stopping process (SIGTERM, `medialane workers drain`) lets requests end; then a worker's continue at
+    another one, a gateway's end with an error"""
 
     def validate(self) -> None:
         check_bounds(self)
@@ -54,15 +53,15 @@ class Stop:
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[Stop]:
-    """Yield what SIGTERM and SIGINT set, in the main thread's event loop."""
-    stop, loop = Stop(), asyncio.get_running_loop()
-    for number in _NUMBERS:
+def stopped_by_signals(*others: signal.Signals) -> Iterator[Stop]:
+    """Yield what SIGTERM, SIGINT and others set, in the main thread's event loop."""
+    stop, loop, numbers = Stop(), asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT, *others)
+    for number in numbers:
         loop.add_signal_handler(number, stop.ask)
     try:
         yield stop
     finally:
-        for number in _NUMBERS:
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 
@@ -90,7 +89,7 @@ KILL_TIMEOUT_S = 10.0
 class PidfdProcess:
     """A child process, or one forked by another process. Owns a pidfd: it becomes readable when the kernel has
     terminated the process, so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called
-    then; that of a child reaps it, others are reaped by their parent, or by init."""
+    then, and reaps a child; others are reaped by their parent, or by init."""
 
     def __init__(self, pid: int, pidfd: int, on_exit: Callable[[], object] = lambda: None) -> None:
         self.pid = pid

@@ -84,8 +84,8 @@ class StoreClient:
     """One connection, registered by `connect`. It does not reconnect.
 
     `holds` are the holds that this process has, on any connection, by id: one is added when its call's result
-    arrives, and removed by `release`. `on_passed` owns those that another client has passed to this one; `on_reclaim`
-    releases those that are not in use. With `names_takers` the store is told for whom each call is made.
+    arrives, and removed by `release`. `on_passed` owns holds that another client has passed to this one; `on_reclaim`
+    releases holds that are not in use. With `names_takers` each call names for whom it is made.
     """
 
     welcome: StoreWelcome
@@ -474,7 +474,7 @@ class StoreLink:
                 continue
 
     def release(self, hold_id: int, arena: str) -> None:
-        """End a hold on entries of `arena`. Those of an earlier arena have ended with it."""
+        """End a hold on entries of `arena`. Holds of an earlier arena have ended with it."""
         if arena != self.arena:
             return
         if self._client is not None:
@@ -570,7 +570,7 @@ class StoreLink:
             await client.close()
             raise
         for hold_id in sent:
-            if hold_id not in self._holds:  # released in the meantime, or those of an earlier arena
+            if hold_id not in self._holds:  # released in the meantime, or of an earlier arena
                 client.release(hold_id)
         self._client = client
         self._outage.end()

@@ -1,9 +1,10 @@
-"""What clients of the store may still read or write (`ClientUse`), also those that are not connected (`AbsentClients`).
+"""What clients of the store may still read or write (`ClientUse`), also clients that are not connected
+(`AbsentClients`).
 
 A client that has lost its connection may still read what it holds, and write what it was asked for. What it uses is
 kept until it has connected again, or the lock of its slot is gone: then its process has exited (`arena.ClientSlot`).
 
-A store that has adopted an arena begins with such clients: those whose slots are locked. It does not know what they
+A store that has adopted an arena begins with such clients, whose slots are locked. It does not know what they
 hold before they list it, so
 
 * no entry is evicted until all of them have connected or exited (`Arena.end_takeover`);
@@ -116,7 +117,7 @@ class AbsentClients:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._uses: dict[int, ClientUse] = {}
-        self._awaited: set[int] = set()  # those of an earlier store, some of whose holds are unknown
+        self._awaited: set[int] = set()  # clients of an earlier store; some of their holds are unknown
         #: Whether there may be holds that are not known yet: any published entry may be held.
         self.is_taking_over = False
         self._polling: asyncio.TimerHandle | None = None

@@ -18,7 +18,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     uuid_ttl_s: PositiveFloat = field(default=3600.0, name="store-uuid-ttl")
     """how long a media uuid, and what a feature was made of, is remembered after its last use"""
     media_lease_ttl_s: PositiveFloat = field(default=3600.0, name="media-lease-ttl")
-    """how long media sent once (PUT /medialane/v1/media) are kept, at most and by default"""
+    """how long media sent once (PUT /medialane/v1/media) are kept, by default and at most"""
     media_lease_share: NonNegativeFloat = field(default=0.25, name="media-lease-share")
     """share of the arena's bytes and entries for such media; 0 accepts none"""
     media_lease_tenant_share: PositiveFloat = field(default=0.5, name="media-lease-tenant-share")
@@ -29,8 +29,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """how long a request waits for a restarting store before it gets 503"""
 
     hold_retention_s: NonNegativeFloat = field(default=1.0, name="store-hold-retention")
-    """how long gateways and workers hold an item after its last use, which saves messages to the store; 0: not. At most
-    an eighth of the arena each, nothing while memory is short"""
+    """how long gateways and workers hold an item after its last use, at most an eighth of the arena each; nothing while
+    memory is short"""
     peer_listen: str = field(default="", name="peer-listen")
     """address at which other hosts' stores copy entries from this one: HOST:PORT"""
     peer_streams: PositiveInt = field(default=4, name="peer-streams")
@@ -40,8 +40,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     TLS"""
 
     debug_holds: bool = field(default=False, name="debug-holds")
-    """record who takes each hold in the arena, and where (some microseconds each), to find leaks: `medialane status
-    --store` shows the oldest, SIGUSR2 logs all"""
+    """record who takes each hold in the arena, and where, to find leaks: `medialane status --store` shows the oldest,
+    SIGUSR2 logs all"""
 
     def validate(self) -> None:
         check_bounds(self)

@@ -9,8 +9,8 @@ The store frees nothing that is held, so that retained holds take memory from ne
 * all of them when the store asks for it (`Reclaim`), before it refuses an item for lack of memory.
 
 A gateway passes holds to the worker that it sends a request to (`HoldPasser`), so that the worker need not ask the
-store. With them go the embeddings that the worker will want: those that are there, and memory for those that it is to
-write. The gateway tells the store before it sends the request, and the store tells the worker while the request is on
+store. With them go the embeddings that the worker will want: the ones that exist, and memory for the ones that it is to
+write. The gateway informs the store before it sends the request, and the store the worker while the request is on
 its way. If a hold does not arrive in time, the worker asks for one itself (`HoldEntries`); it releases one that arrives
 for no request (`PassedHolds`).
 """
@@ -168,7 +168,7 @@ class _Held(Generic[K, V]):
 
 
 class StoreHold(Generic[K, V]):
-    """One user's hold on one item (`core.feature.Hold`). `is_shared` is whether this client held the item already."""
+    """One user's hold on one item (`types.feature.Hold`). `is_shared` is whether this client held the item already."""
 
     def __init__(self, cache: HoldCache[K, V], held: _Held[K, V], *, is_shared: bool = False) -> None:
         self.is_shared = is_shared
@@ -285,7 +285,7 @@ class StoreGrants:
 
 class StoreEntries:
     """Entries of the arena that gateways refer to (implements `worker.media.HostArena`). They are retained for
-    `retention_s` after their last use (`HoldCache`); those that are passed are waited for, and kept for their requests,
+    `retention_s` after their last use (`HoldCache`); passed holds are waited for, and kept for their requests,
     at most `max_wait_s` and `max_age_s`."""
 
     def __init__(
@@ -303,7 +303,7 @@ class StoreEntries:
         self._copies: HoldCache[ArenaRange, LocalCopy] = HoldCache(link, retention_s=retention_s)
         #: Embeddings that are cached in the store, by key.
         self._embeddings: HoldCache[str, TensorDescriptor] = HoldCache(link, retention_s=retention_s)
-        #: Those that were passed with requests, by request and key.
+        #: Holds that were passed with requests, by request and key.
         self._arrived: dict[tuple[str, str], FoundEmbedding] = {}
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
@@ -390,7 +390,7 @@ class StoreEntries:
 
 
 class EntriesHold:
-    """The holds of one request (`core.feature.Hold`)."""
+    """The holds of one request (`types.feature.Hold`)."""
 
     def __init__(self, holds: ExitStack) -> None:
         self._holds: ExitStack | None = holds

@@ -221,7 +221,7 @@ class Items:
         return described
 
     async def refer(self, source: ItemSource, processing: Processing) -> LeasedItem:
-        """Return the encoded bytes of an item of which no feature need exist: its client may name it from now on."""
+        """Return the encoded bytes of an item, for which no feature need exist: its client may name it from now on."""
         leased = await self.find(source, "encoded", processing)
         self._remember(source.ref, processing, leased.content_hash)
         return leased
@@ -330,7 +330,7 @@ class Items:
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
                     await self._admit(source, encoded.value)
-                    lease = await self._prepare_once(source, content, processing)
+                    lease = await self._prepare_once(source, content, processing, key)
                 timeline.num_misses += 1  # not before: a caller may try again after ArenaFull
                 return LeasedItem(content, lease, is_hit=False)
             need_data = True
@@ -404,7 +404,7 @@ class Items:
         return lease
 
     async def _admit(self, source: ItemSource, encoded: EncodedMedia) -> None:
-        """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""
+        """Ask whether the request may have an image of a URL; clients know the sizes of images that they send."""
         if source.ref.url is None or source.ref.modality != "image" or source.admit is None:
             return
         size = None
@@ -414,9 +414,10 @@ class Items:
         if size is not None:
             await source.admit(*size)
 
-    async def _prepare_once(self, source: ItemSource, content: str, processing: Processing | None) -> Lease[Feature]:
-        """Prepare the requested form, once for all concurrent requests."""
-        key = self._key(source.ref, processing, content)
+    async def _prepare_once(
+        self, source: ItemSource, content: str, processing: Processing | None, key: str
+    ) -> Lease[Feature]:
+        """Prepare the requested form, which has this `key`, once for all concurrent requests."""
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
         work = partial(self._prepare, source.ref, content, processing, key=key, timeline=source.timeline)

@@ -12,7 +12,7 @@ the file over pins their entries before it evicts anything. Times are of the clo
 (`media.http_cache.boot_time`).
 
 Each lease counts as one, and with its bytes, also if several have one entry; uploads count from their beginning, so
-that those which do not end take no memory from requests. All of a store, and of a tenant, have a share of the arena's
+that long leases take no memory from requests. All of a store, and of a tenant, have a share of the arena's
 bytes and of its entries.
 """
 
@@ -124,7 +124,7 @@ class MediaLeases:
         return MediaLeaseStats(len(self._leased), self._bytes.used, self._bytes.most)
 
     async def receive(self, call: PutMedia, write: Write) -> LeasedMedia:
-        """Receive media, and lease them; those that are leased already are renewed.
+        """Receive media, and lease them; leases that exist already are renewed.
 
         Raises InvalidRequest (ttl), MediaLeasesFull, MediaTooLarge, InvalidUpload, UuidConflict, and what `sniff` and
         preparers and `write` raise.
@@ -298,7 +298,7 @@ class MediaLeases:
         entry.release()
 
     def _restore(self) -> None:
-        """Take the leases of an earlier store; those that end last go first, as far as the bounds allow."""
+        """Take over the leases of an earlier store; the latest to end go first, as far as the bounds allow."""
         now = self._clock()
         kept = [(name, msgspec.msgpack.decode(payload, type=_Record)) for name, payload in self._records.read()]
         for name, record in sorted(kept, key=lambda one: -one[1].expires_at):
@@ -315,7 +315,7 @@ class MediaLeases:
 
 def _hashes(content: str, owner: str, salt: str) -> set[str]:
     """Return the hashes under which an owner's requests with this salt may know this content: media that were sent
-    without a salt have that of their owner alone, or none."""
+    without a salt have only their owner's, or none."""
     return {media_hash(owner=owner, salt=sent, content=content) for sent in ("", owner_salt(owner, ""), salt)}
 
 

@@ -72,8 +72,7 @@ from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Moda
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
-from medialane.wire.connection import other_version
-from medialane.wire.framing import UNREADABLE, checked
+from medialane.wire.connection import UNREADABLE, checked, other_version
 
 ScrapedAs = Literal["gateway", "worker"]
 
@@ -105,11 +104,11 @@ class HeldEntry(msgspec.Struct, frozen=True, array_like=True):
 
 class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Registration of a client. `client_id` is unique per process; a second connection of it replaces the first, and
-    takes over those of its holds that are in `holds`, by id; they are holds on entries of `arena`, of which the client
+    takes over its holds that are in `holds`, by id; they are holds on entries of `arena`, of which the client
     has the lock of `slot`.
 
     `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
-    of the features' keys. `scraped` is the kind of a client whose page of metrics has those of the store, too, if they
+    of the features' keys. `scraped` is the kind of a client whose page of metrics has the store's, too, if they
     are exposed there (`StoreStatus.exposed_by`).
     """
 
@@ -133,7 +132,7 @@ class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_on
 
 
 class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Also sent after StoreWelcome, once the store knows its processor settings: those of the client are others."""
+    """Also sent after StoreWelcome, once the store knows its processor settings: the client's are others."""
 
     error: ErrorReport
 
@@ -185,8 +184,8 @@ class FindFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write the item's bytes to the payload of this entry; of media to be leased, again those that were written to an
-    earlier one."""
+    """Write the item's bytes to the payload of this entry; of media to be leased, again the bytes that were written to
+    an earlier one."""
 
     call_id: int
     range: ArenaRange
@@ -321,7 +320,7 @@ class FindEmbedding(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class PassHolds(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A gateway is about to send a request that reads these entries to the worker whose `client_id` is `to`, which will
-    want these embeddings. Those for which it would have to wait are not passed: it asks for them itself."""
+    want these embeddings. Embeddings for which it would have to wait are not passed: it asks for them itself."""
 
     to: str
     request_id: str
@@ -445,10 +444,8 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Question = SendData | ImageSize
 LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
 Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
-Embedded = EmbeddingFound | NoEmbedding
-Item = ItemFound | ItemDescribed
-Found = Item | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | MediaLeased
-Reply = Found | CallFailed
+Found = ItemFound | ItemDescribed | EmbeddingFound | NoEmbedding | AliasResolved | EntriesHeld | EntriesPulled
+Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
 ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

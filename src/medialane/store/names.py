@@ -5,9 +5,9 @@ A chosen name is bound, per client's key and tenant (`cache_salt`, or none), to 
 with it first, until it expires: nobody else can make it name other content meanwhile. It is not a cache key: if a
 request has both a name and content, the name never affects which content is used.
 
-The hash of a feature is in reports and spans, so knowing it is no right to the feature: a client may name those of its
-own requests, by the reference's owner and the request's `cache_salt`; the operator, on this host, may name all. With
-each is kept what it was made of, so that it can be made again; nothing here keeps media or tensors in the arena.
+The hash of a feature is in reports and spans, so knowing it is no right to the feature: a client may name the features
+of its own requests, by the reference's owner and the request's `cache_salt`; the operator, on this host, may name all.
+With each is kept what it was made of, so that it can be made again; nothing here keeps media or tensors in the arena.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class _Bound(NamedTuple):
 
 
 class Aliases:
-    """An LRU cache, of which a tenant has a share; names expire after `ttl_s` seconds without use. They are kept in
-    `records` and taken from there; the `clock` must be that of the process which has written them."""
+    """An LRU cache with a share per tenant; names expire after `ttl_s` seconds without use. They are kept in
+    `records` and taken from there; the `clock` must be shared with the process which has written them."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class Aliases:
         self._use(key, AliasTarget(content, alias.io, alias.options), tenant_of(alias.owner))
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
-        """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
+        """Return what the name is bound to, or None. Options given with the name now override the ones it is bound
+        to."""
         key = _key(alias.owner, salt, alias.kind, alias.uuid)
         if (bound := self._bound.get(key)) is None:
             return None
@@ -132,7 +133,7 @@ class KnownFeature(msgspec.Struct, frozen=True):
 
 
 class KnownFeatures:
-    """An LRU cache of at most `max_bytes`, of which a tenant has a share; records expire `ttl_s` seconds after their
+    """An LRU cache of at most `max_bytes`, with a share per tenant; records expire `ttl_s` seconds after their
     last use."""
 
     def __init__(

@@ -48,7 +48,7 @@ _MAX_URLS = 16_384
 
 
 class PublishedImages:
-    """`fetch` is like that of `media.Fetcher`, for images that clients publish. Those that we publish are held for
+    """`fetch` is like `media.Fetcher`'s, for images that clients publish. Images that we publish are held for
     their readers for `hold_s`. The owner calls `close`."""
 
     def __init__(

@@ -100,6 +100,9 @@ ANSWER_TIMEOUT_S = 30.0
 GROWTH_TIMEOUT_S = 10.0
 GROWTH_INTERVAL_S = 0.05
 
+#: Of a client that has not sent one yet.
+_NO_HELLO = StoreHello(client_id="")
+
 T = TypeVar("T")
 
 
@@ -128,6 +131,8 @@ class StoreServer:
         self._processor = processor
         self._status = status
         self._sessions: dict[StoreSession, None] = {}
+        #: Those that are registered, by the client's id, the one that has connected first at first.
+        self._clients: dict[str, StoreSession] = {}
         self.absent = AbsentClients(arena)
         self._on_damaged = on_damaged
         self._listener: Listener | None = None
@@ -139,18 +144,16 @@ class StoreServer:
 
     def loaded(self) -> None:
         """The processor's settings are known: refuse clients that want features of others."""
-        for session in list(self._sessions):
-            if session.hello is not None:
-                try:
-                    self._check_processor(session.hello)
-                except StartupFailed as error:
-                    session.refuse(error)
+        for session in list(self._clients.values()):
+            try:
+                self._check_processor(session.hello)
+            except StartupFailed as error:
+                session.refuse(error)
 
     def started(self) -> None:
         """Report the status to all clients now."""
-        for session in self._sessions:
-            if session.hello is not None:
-                session.beat()
+        for session in self._clients.values():
+            session.beat()
 
     async def drain(self) -> None:
         """Wait until the calls that are being answered now have ended. Clients make later ones again at the next store,
@@ -202,36 +205,38 @@ class StoreServer:
             self._on_damaged()
             raise StoreUnavailable("the store begins with a new arena") from error
         self.absent.settle(session.slot)
+        self._clients[hello.client_id] = session
         offer = ArenaOffer(self.arena.id, self.arena.nonce)
         return StoreWelcome(pid=os.getpid(), arena=offer, slot=session.slot, can_grant=self.pulls.can_grant)
 
     def pass_holds(self, passed: PassHolds) -> None:
         """Have the client that is named hold entries, if it is connected: otherwise it asks itself."""
-        for session in self._sessions:
-            if session.hello is not None and session.hello.client_id == passed.to:
-                session.receive_holds(passed)
+        if (session := self._clients.get(passed.to)) is not None:
+            session.receive_holds(passed)
 
     async def reclaim(self) -> bool:
         """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""
         before = self.arena.stats().pinned_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(RECLAIM_TIMEOUT_S):
-                await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
+                await asyncio.gather(*(session.reclaim() for session in self._clients.values()))
         return self.arena.stats().pinned_bytes < before
 
     def lost(self, session: StoreSession) -> None:
         """Called once. What the client may still be using is kept."""
         self._sessions.pop(session, None)
         use, session.use = session.use, ClientUse()
-        if session.hello is not None and len(use):
+        if self._clients.get(session.hello.client_id) is session:
+            del self._clients[session.hello.client_id]
+        if session.is_registered and len(use):
             self.absent.add(session.slot, use)
         else:
             use.end()
 
     def _exposer(self) -> str:
-        """Return the id of the worker that has been connected for longest among those that are scraped; empty if there
+        """Return the id of the worker that has been connected for longest among the scraped ones; empty if there
         are gateways, which all have the series of their host."""
-        scraped = [session.hello for session in self._sessions if session.hello is not None and session.hello.scraped]
+        scraped = [session.hello for session in self._clients.values() if session.hello.scraped]
         if not scraped or any(hello.scraped == "gateway" for hello in scraped):
             return ""
         return scraped[0].client_id
@@ -247,10 +252,9 @@ class StoreServer:
     def _earlier_use(self, hello: StoreHello) -> tuple[int, ClientUse]:
         """Return the slot of the client, and what it used on its earlier connection, which is closed if it still
         exists. In another arena than ours, it has neither."""
-        for other in self._sessions:
-            if other.hello is not None and other.hello.client_id == hello.client_id:
-                return other.slot, other.replace()
-        if hello.arena == self.arena.id and hello.slot not in {other.slot for other in self._sessions}:
+        if (other := self._clients.pop(hello.client_id, None)) is not None:
+            return other.slot, other.replace()
+        if hello.arena == self.arena.id and hello.slot not in {0, *(other.slot for other in self._clients.values())}:
             return hello.slot, self.absent.take(hello.slot) or ClientUse()
         return new_slot(), ClientUse()
 
@@ -266,12 +270,16 @@ class StoreSession:
         self._questions: dict[int, asyncio.Future[Proceed]] = {}
         self._last_call_id = 0
         self._taker = TakenBy(0, "")
-        self.hello: StoreHello | None = None
+        self.hello = _NO_HELLO
         self._processor = ""  # the digest of its settings
         #: What the client may still read or write, and the slot whose lock shows that it lives.
         self.use = ClientUse()
         self.slot = 0
         self.connection = Connection(self, server.config, max_frame_bytes=server.config.max_frame_bytes)
+
+    @property
+    def is_registered(self) -> bool:
+        return self.hello is not _NO_HELLO
 
     def refuse(self, error: MedialaneError) -> None:
         self.connection.send(StoreRefused(to_report(error)))
@@ -296,7 +304,7 @@ class StoreSession:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Those of the calls that are being answered."""
+        """Holds of the calls that are being answered."""
         return list(self._tasks.values())
 
     async def reclaim(self) -> None:
@@ -315,7 +323,7 @@ class StoreSession:
         if isinstance(message, StoreHello):
             self._welcome(message)
             return
-        if self.hello is None:
+        if not self.is_registered:
             raise ProtocolViolation(f"unexpected {type(message).__name__}")
         if isinstance(message, Call):
             self._start(message)
@@ -328,7 +336,7 @@ class StoreSession:
     def lost(self, error: MedialaneError) -> None:
         self._cancel()
         self._reclaimed.set()
-        if self.hello is not None:
+        if self.is_registered:
             logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
         self._server.lost(self)
 
@@ -354,8 +362,7 @@ class StoreSession:
     @property
     def _name(self) -> str:
         """Of this client, for the record of holds."""
-        hello = self.hello
-        return "" if hello is None else f"{hello.scraped or 'client'} {hello.client_id[:8]}"
+        return f"{self.hello.scraped or 'client'} {self.hello.client_id[:8]}"
 
     def _proceed(self, answer: Proceed) -> None:
         question = self._questions.pop(answer.call_id, None)
@@ -367,7 +374,7 @@ class StoreSession:
             task.cancel()
 
     def _welcome(self, hello: StoreHello) -> None:
-        if self.hello is not None:
+        if self.is_registered:
             raise ProtocolViolation("a second StoreHello")
         try:
             welcome = self._server.register(self, hello)
@@ -401,8 +408,8 @@ class StoreSession:
 
     def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
         match call:
-            case HoldEntries():
-                return self._hold(call)
+            case HoldEntries(call_id, ranges):
+                return EntriesHeld(call_id, [self.use.hold(lease) for lease in self._share(ranges)], ranges)
             case GrantPulls(call_id, ranges):
                 return PullsGranted(call_id, self._pulls.grant(ranges))
             case ResolveAlias(call_id, ref):
@@ -494,11 +501,6 @@ class StoreSession:
                 if (held := self._items.embeddings.find_now(one, self.slot)) is not None:
                     hold_id = self.use.hold(held.hold)
                     yield PassedEmbedding(one.key, hold_id, held.embedding.tensor, held.is_filled)
-
-    def _hold(self, call: HoldEntries) -> Reply:
-        """Raises HandoverFailed."""
-        hold_ids = [self.use.hold(lease) for lease in self._share(call.ranges)]
-        return EntriesHeld(call.call_id, hold_ids, call.ranges)
 
     def _share(self, ranges: Sequence[ArenaRange]) -> list[Hold]:
         """Lease entries that their gateway holds. All or none: raises HandoverFailed."""

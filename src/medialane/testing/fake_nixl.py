@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.transfer.nixl.agent import AgentError, Descriptor, Segment
+from medialane.transfer.nixl.agent import AgentError, Descriptor
 
 
 class FakeMetadata(msgspec.Struct):
@@ -23,7 +23,7 @@ class FakeMetadata(msgspec.Struct):
 
 
 class FakeTransfer:
-    def __init__(self, pid: int, sources: Sequence[Descriptor], destinations: Sequence[Segment]) -> None:
+    def __init__(self, pid: int, sources: Sequence[Descriptor], destinations: Sequence[Descriptor]) -> None:
         self._pid = pid
         self._pairs = list(zip(sources, destinations, strict=True))
 
@@ -70,7 +70,7 @@ class FakeAgent:
         self._peers.pop(name, None)
 
     def read(
-        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Segment], notification: bytes
+        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Descriptor], notification: bytes
     ) -> FakeTransfer:
         if peer not in self._peers:
             raise AgentError("unknown peer")
@@ -93,7 +93,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _copy(memory: int, source: Descriptor, destination: Segment) -> None:
+def _copy(memory: int, source: Descriptor, destination: Descriptor) -> None:
     target = (ctypes.c_char * destination.size).from_address(destination.ptr)
     done = 0
     while done < source.size:

@@ -202,8 +202,8 @@ class FakeRequests(ClientRequests):
 
 
 class FakeClient(RpcClient):
-    """A registered connection that sends nothing: `sent` are the messages to the worker, and a test passes those of the
-    worker to `reports.received` and `calls.received`. Administrative calls are answered by `admin_result`, reads of
+    """A registered connection that sends nothing: `sent` are the messages to the worker, and a test passes messages of
+    the worker to `reports.received` and `calls.received`. Administrative calls are answered by `admin_result`, reads of
     metrics by no change; with `is_silent`, neither until `respond`. With `send`, all of it is left to that."""
 
     def __init__(

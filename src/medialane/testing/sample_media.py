@@ -84,7 +84,7 @@ def _texture(rng: np.random.Generator, width: int, height: int) -> Pixels:
 def sample_audio(
     pitch_hz: float, seconds: float = 1.5, *, rate: int = 16000, container: str = "WAV", channels: int = 1
 ) -> bytes:
-    """Return a tone with two overtones that swells and fades: unlike that of noise, its spectrum varies.
+    """Return a tone with two overtones that swells and fades: unlike a noise's, its spectrum varies.
 
     `container` is a format of libsndfile. With several channels, each is fainter than the one before. Equal arguments
     give equal bytes.

@@ -23,13 +23,13 @@ import msgspec
 
 from medialane.transfer.peer_messages import MAX_MESSAGE_BYTES
 from medialane.types.errors import ProtocolViolation, TransferFailed
-from medialane.wire.framing import HEADER, append_frame
+from medialane.wire.connection import HEADER, append_frame
 
 T = TypeVar("T")
 
 #: What is received before it is asked for: most replies, and the beginning of a payload, which is copied then.
 _AHEAD_BYTES = 16 << 10
-#: The event loop is woken for so many bytes of a payload at once: each wake-up costs as much as copying one packet.
+#: The event loop is woken for this many bytes of a payload at once: each wake-up costs as much as copying one packet.
 _LOW_WATERMARK_BYTES = 256 << 10
 #: Received or sent in one iteration of the event loop, by all connections together: 1.3 and 2 ms; a socket's buffer may
 #: have 30 MB. With an eighth of it, large entries take up to 1.7 times as long.

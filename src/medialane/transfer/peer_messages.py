@@ -12,7 +12,7 @@
                             <-      EntryClosed             it was held until now, so what was received is valid
                             <-      PeerRefused(error)      instead of EntryOpened; the connection stays usable
 
-A large entry is copied over several connections, each of which opens it and asks for a part of the payload, which is
+A large entry is copied over several connections: each opens it and asks for a part of the payload, which is
 `range.nbytes` less the entry's header.
 
 The source ends a hold that lasts too long by closing the connection, and then the destination gets no EntryClosed. Any
@@ -31,7 +31,7 @@ from msgspec import Meta
 from medialane.types.errors import ErrorReport
 from medialane.types.feature import MAX_HEADER_BYTES, Feature, RemoteEntry
 from medialane.types.media import EncodedMedia
-from medialane.wire.framing import checked
+from medialane.wire.connection import checked
 
 #: Must be equal on both sides; incremented by every incompatible change.
 PEER_VERSION = 2
@@ -49,7 +49,7 @@ MAX_OFFERS = 8
 
 
 class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`arena` is that of the connecting store."""
+    """`arena` is the connecting store's."""
 
     arena: str
     version: int = PEER_VERSION

@@ -60,7 +60,7 @@ CAPABILITY_LIFETIME_S = 120.0
 class Capabilities:
     """Gives the right to read one entry of our arena to another host's store, without state on our side.
 
-    The key is random, made at the store's start: no capability outlives its store. `address` is that of our peer
+    The key is random, made at the store's start: no capability outlives its store. `address` is our peer
     listener. `expires_ms` counts on our own clock, so the other hosts' clocks do not matter.
     """
 
@@ -88,7 +88,7 @@ class Capabilities:
 
 
 class PeerServer:
-    """`serve` once, and `close` in any case. Stores may read our arena by `mover`, too; if it is preferred, those that
+    """`serve` once, and `close` in any case. Stores may read our arena by `mover`, too; if it is preferred, stores that
     leave the choice to us are offered it."""
 
     def __init__(

@@ -73,7 +73,7 @@ class Peers:
                     part = self._fetch_part(entry, payload, start, start + size, deadline=deadline)
                     parts.create_task(part)
                 return await self._fetch_part(entry, payload, 0, size, deadline=deadline)
-        except BaseExceptionGroup as group:  # the errors after the first are those of aborted connections
+        except BaseExceptionGroup as group:  # the errors after the first are of aborted connections
             raise group.exceptions[0] from None
 
     @asynccontextmanager

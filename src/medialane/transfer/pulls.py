@@ -75,7 +75,7 @@ class MoverHealth:
 
 
 class Pulls:
-    """Owns `mover`, which is used instead of tcp for entries of hosts that have it, too: for those that demand it and,
+    """Owns `mover`, which is used instead of tcp for entries of hosts that have it, too: for hosts that demand it and,
     if it is preferred, for all while it is healthy. tcp takes at most `max_streams` connections for an
     entry, each of them for `min_part_bytes` or more.
 
@@ -137,7 +137,7 @@ class Pulls:
 
     @property
     def num_connections(self) -> int:
-        """Those of other hosts' stores to this one."""
+        """Pulls of other hosts' stores from this one."""
         return self._server.num_connections
 
     @property

@@ -77,14 +77,14 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AddLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`lora` is a LoRA request in the engine's encoding, of which the files are loaded as they are now. The result is
+    """`lora` is a LoRA request in the engine's encoding, whose files are loaded as they are now. The result is
     their version: requests name it (`EngineRequest.adapter`)."""
 
     lora: bytes
 
 
 class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Unloads all versions of the adapter `name` but `keep`: those in use once their requests have ended."""
+    """Unloads all versions of the adapter `name` but `keep`, if in use once their requests have ended."""
 
     name: str
     keep: str = ""
@@ -107,7 +107,7 @@ AdminCall = (
     | UnloadLora
 )
 
-#: The result of a call: a boolean, or the version of an adapter, for calls that return one, else None.
+#: The result of a call: a boolean, or the version of an adapter, for calls that return one, otherwise None.
 AdminResult = bool | Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")] | None
 
 

@@ -53,7 +53,7 @@ def token_sums(tokens: NDArray[np.uint32], coefficients: Words) -> Words:
 
 def add_media(sums: Words, block_size: int, *, offsets: Places, ends: Places, digests: Words) -> None:
     """Add to each block the items that overlap it, in the way of vLLM's `_gen_mm_extra_hash_keys`. Its edge cases
-    matter where ranges overlap (audio inside its video): an item that extends past the block hides those after it, and
+    matter where ranges overlap (audio inside its video): an item that extends past the block hides items after it, and
     nothing is added after the end of the last item. Items are sorted by offset."""
     num_blocks = min(len(sums), -(-ends.item(-1) // block_size))
     hidden = 0

@@ -220,7 +220,8 @@ def from_report(report: ErrorReport) -> MedialaneError:
 
 
 def prompt_too_long(least: int, most: int) -> PromptTooLong:
-    """Return the error, with vLLM's message, for a prompt with at least so many tokens, more than the model takes."""
+    """Return the error, with vLLM's message, for a prompt with at least that many tokens, more than the model
+    accepts."""
     return PromptTooLong(
         f"The decoder prompt (length at least {least}) is longer than the maximum model length of {most}. Make sure "
         "that `max_model_len` is no smaller than the number of text tokens plus multimodal tokens. For image inputs, "

@@ -41,7 +41,7 @@ class RemoteEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The right to copy one entry of a store's arena, given by that store to a client that holds the entry.
 
     `range` is in the arena of the source, which is cached there under `kind` and `key`: equal keys mean equal content
-    on every host. `address` is that of the source's peer listener. `capability` is checked by the source alone: its
+    on every host. `address` is the source's peer listener. `capability` is checked by the source alone: its
     HMAC over range, kind, key and `expires_ms`, a time of the source's own monotonic clock, so that clocks of hosts are
     never compared. `mover` is the operator's choice.
     """
@@ -295,7 +295,7 @@ class StagedMedia(Protocol):
         ...
 
     async def without_embeddings(self) -> int:
-        """Have `in_stage` return tensors for all items, also for those whose embedding it has returned before: return
+        """Have `in_stage` return tensors for all items, also for items whose embedding it has returned before: return
         their number.
 
         Raises like `in_stage`, and HandoverFailed if the content of an item has changed since.
@@ -304,7 +304,7 @@ class StagedMedia(Protocol):
 
     async def with_embeddings(self, mm_hashes: Collection[str]) -> Sequence[Feature]:
         """Have `in_stage` return the embeddings of these items, which have been encoded meanwhile, instead of their
-        tensors. Return the features of all items; those whose embedding is not found are as before."""
+        tensors. Return the features of all items; without a found embedding they are as before."""
         ...
 
     def note_embedded(self, mm_hashes: Collection[str]) -> None:
@@ -343,7 +343,7 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     """One media item as sent to a worker, in any stage: its tensors by descriptor or by value.
 
     * Stage `features`: a feature's header and large tensors, and the item's `placeholder`.
-    * Stage `decoded`: one tensor, laid out as in `core.media`: pixels or frames (uint8), or samples (float32).
+    * Stage `decoded`: one tensor, laid out as in `types.media`: pixels or frames (uint8), or samples (float32).
     * Stage `url`: one tensor, the encoded bytes (uint8), their `media_type` and the decoding options `io`.
 
     `mm_hash` is the item's identifier in the engine, `param` its field in the client's request. `remote` is the

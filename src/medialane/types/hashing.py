@@ -69,8 +69,8 @@ def digest(settings: Mapping[str, object]) -> str:
 
 
 def tensors_key(*, processor: str, modality: str, header: bytes, tensors: Sequence[memoryview], salt: str) -> str:
-    """Return the key of features whose tensors a client has sent, 64 hex digits. It is that of their bytes, whatever
-    their client calls them. `processor` and `salt` are as in `feature_key`."""
+    """Return the key of features whose tensors a client has sent, 64 hex digits. It is the hash of their bytes,
+    whatever their client calls them. `processor` and `salt` are as in `feature_key`."""
     key = blake3(msgspec.msgpack.encode(("medialane-tensors-1", processor, modality, header, salt)))
     for tensor in tensors:
         key.update(tensor)

@@ -1,7 +1,7 @@
 """KV-cache events: from engine to worker, and from worker to gateway.
 
-An engine reports full blocks by its own hashes (`KvEventBatch`). Its worker converts those to our block ids
-(`core.block_hash`) and forwards only ids (`KvChange`).
+An engine reports full blocks by its own hashes (`KvEventBatch`). Its worker converts them to our block ids
+(`types.block_hash`) and forwards only ids (`KvChange`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ Modality = Literal["image", "video", "audio"]
 class Alias(msgspec.Struct, frozen=True):
     """A client's name for an item (vLLM's `uuid`), and the item options given with it. It never identifies content.
 
-    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `owner` is that of
+    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `owner` is the owner of
     the reference: different owners have different names, whatever their salts.
     """
 
@@ -44,7 +44,7 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     `param` is the item's field in the request, for errors. `salt` separates tenants: the same content under another
     salt is another entry. `io` are the item's decoding options (frames, fps, ...): canonical JSON of vLLM's
-    `media_io_kwargs` for its modality. Intake sets the item's own; the renderer's hook merges those of model and
+    `media_io_kwargs` for its modality. Intake sets the item's own; the renderer's hook merges the options of model and
     request. `options` are processor options of this item alone, canonical JSON as well.
 
     `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,

@@ -223,7 +223,7 @@ class EmbeddingCounts(msgspec.Struct, frozen=True):
 
 
 class EncoderCard(msgspec.Struct, frozen=True):
-    """The encoder of a worker whose embeddings are kept. `digest` is that of everything that its output depends on
+    """The encoder of a worker whose embeddings are kept. `digest` covers everything that its output depends on
     besides the feature: weights, dtype, quantization, versions; `widths` are the columns of its output by modality."""
 
     digest: str
@@ -231,7 +231,7 @@ class EncoderCard(msgspec.Struct, frozen=True):
     widths: dict[str, int]
 
     def wanted(self, item: MediaPayload) -> WantedEmbedding | None:
-        """Return the item's embedding; None if those of such items are not kept."""
+        """Return the item's embedding; None if embeddings of such items are not kept."""
         if item.placeholder is None or len(item.header) > MAX_HEADER_BYTES:
             return None
         shape = (item.placeholder.num_embeds, self.widths.get(item.modality, 0))
@@ -244,6 +244,8 @@ class EncoderCard(msgspec.Struct, frozen=True):
 
 #: What a worker does: generate, or only encode media, so that other workers load the embeddings.
 WorkerRole = Literal["worker", "encoder"]
+#: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
+EncodeCache = Literal["auto", "on", "off"]
 ENCODER: Final = "encoder"
 
 
@@ -254,7 +256,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     `block_size` is the number of tokens in a block of the prefix cache, 0 if the engine has none.
     `encoder_cache_tokens` is the encoder cache's size in embeddings, `num_kv_blocks` the KV cache's size per rank in
     blocks. Sizes are 0 if the engine does not report them. `max_loras` is 0 if LoRA is disabled, None if not reported.
-    `encoder` is None if embeddings are not kept, and `no_embeddings` says why. `tasks` are those of a pooling model, by
+    `encoder` is None if embeddings are not kept, and `no_embeddings` says why. `tasks` are a pooling model's, by
     vLLM's names.
     """
 
@@ -343,7 +345,7 @@ class Alternative(msgspec.Struct, frozen=True):
 class RoutingDecision(msgspec.Struct, frozen=True):
     """The chosen worker and the reason. `cached_tokens` is the predicted number of prompt tokens in its KV cache (whole
     blocks, at most all but the last token); `encoder_items_cached` the number of items that need no encoder run: those
-    within the cached tokens, and those in its encoder cache; `encoder_items_loaded` the number of others whose
+    within the cached tokens, and the items in its encoder cache; `encoder_items_loaded` the number of others whose
     embeddings it loads from the arena. `expected_ms` is the expected time to first token. `alternatives` are the next
     best workers."""
 

@@ -2,7 +2,7 @@
 
 A setting is a field of a `msgspec.Struct`. Its `name` is the user-visible one: the flag is `--` and the name, the
 environment variable MEDIALANE_ and the name in capitals, the key in the TOML file the name itself. The docstring below
-it is its help text, as in vLLM's configurations; its bounds are those of its type.
+it is its help text, as in vLLM's configurations; its bounds are its type's.
 """
 
 from __future__ import annotations

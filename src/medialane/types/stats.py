@@ -42,7 +42,7 @@ class ArenaStats(msgspec.Struct, frozen=True):
 class PoolStats(msgspec.Struct, frozen=True):
     """State and totals of the preparers. `queue_s` is the expected time until the queued items are prepared, if no
     others arrive: their work divided by the number of preparers. `num_restarts` counts replaced preparers that crashed
-    or were killed, not those that were recycled as scheduled."""
+    or were killed, not ones that were recycled as scheduled."""
 
     num_preparers: int
     num_alive: int
@@ -67,7 +67,7 @@ class PullStats(msgspec.Struct, frozen=True):
 
 class EmbeddingStats(msgspec.Struct, frozen=True):
     """Embeddings (outputs of models' encoders) that were found in the arena, cached after an engine wrote them, and
-    dropped as it did not; calls that waited for another engine. Ranges that are reserved for writing, and those that
+    dropped as it did not; calls that waited for another engine. Ranges that are reserved for writing, and ranges that
     are freed when a process no longer writes there."""
 
     num_found: int = 0
@@ -107,7 +107,7 @@ class HoldRecord(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """State of a host's media store. `memory` is that of its processes, in bytes; `holds` are the oldest
+    """State of a host's media store. `memory` is its processes', in bytes; `holds` are the oldest
     ones, if they are recorded."""
 
     arena: ArenaStats
@@ -172,7 +172,7 @@ class MetricChanges(msgspec.Struct, frozen=True, array_like=True):
 
     `families` and `series` are new; series are numbered from 0 as they are sent, and no number is reused. `ids` (u32,
     little-endian) are the series whose values have changed, `values` (f64) their new values; `removed` (u32) are series
-    that no longer exist. `memory` is that of the worker's processes, in bytes; the first message of a read has it.
+    that no longer exist. `memory` is the worker's processes', in bytes; the first message of a read has it.
     """
 
     families: tuple[MetricFamily, ...] = ()

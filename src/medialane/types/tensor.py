@@ -81,8 +81,8 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class ArenaRange(msgspec.Struct, frozen=True):
     """One entry of one arena: bytes [offset, offset + nbytes), valid while the entry's header has this generation.
 
-    `arena` identifies one incarnation of an arena (32 hex digits) and is never reused; `offset` is that of the entry's
-    header, which holds the generation; `nbytes` includes the header.
+    `arena` identifies one incarnation of an arena (32 hex digits) and is never reused; `offset` is the offset of the
+    entry's header, which holds the generation; `nbytes` includes the header.
     """
 
     arena: str
@@ -171,7 +171,7 @@ EMBEDS_TYPE = "application/x-medialane-embeds"
 #: The field name of embeddings sent as one tensor instead of an object of named tensors.
 UNNAMED = ""
 
-#: Prefix of a document, so that its content hash differs from that of any media file.
+#: Prefix of a document, so that its content hash differs from any media file's.
 _MAGIC = b"medialane-embeds-1\0"
 
 

@@ -78,7 +78,7 @@ def engine_fault(error: BaseException) -> BaseException | None:
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """Convert vLLM's exceptions, and those of a process that has run out of memory, to PromptRejected, WorkerBusy,
+    """Convert vLLM's exceptions, and exceptions of a process that has run out of memory, to PromptRejected, WorkerBusy,
     Unavailable, WorkerLost or GenerationFailed."""
     try:
         yield

@@ -128,7 +128,7 @@ class Handshake:
         return (PROOF_BYTES if self._peer_greeting else GREETING_BYTES) - len(self._received)
 
     def receive(self, data: bytes | memoryview) -> bytes:
-        """Handle received bytes; return those to send. Raises AuthenticationFailed: then close, and send nothing.
+        """Handle received bytes; return bytes to send. Raises AuthenticationFailed: then close, and send nothing.
 
         Buffers at most one greeting. Not called again once it is complete or has failed.
         """

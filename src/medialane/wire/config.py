@@ -56,7 +56,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     insecure: bool = field(default=False, name="rpc-insecure")
     """allow tcp:// addresses beyond loopback without TLS: whoever is on the network path, or gets a connection by
-    mistake (stale DNS, reused address), can read all requests, answers and media, and take over connections"""
+    mistake, can read all requests, answers and media, and take over connections"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""

@@ -1,12 +1,12 @@
-"""Listening sockets: those of stores, workers and gateways for each other (`Listener`), and the port of HTTP; and how
+"""Listening sockets: of stores, workers and gateways for each other (`Listener`), and the port of HTTP; and how
 connections are accepted (`Acceptor`), whose peers are bounded, in number and time, until they have completed a
 handshake.
 
 A server of asyncio reports a connection only after its TLS handshake, so that peers which stall in that hold any number
 of file descriptors. If it is closed between accepting a connection and reporting it, it still reports it, and nothing
 closes that connection. Here a connection counts from the accept on.
-`PendingConnections` bounds those whose peers have not identified themselves yet: in a handshake, or without a first
-message.
+`PendingConnections` bounds connections whose peers have not identified themselves yet: in a handshake, or without a
+first message.
 """
 
 from __future__ import annotations

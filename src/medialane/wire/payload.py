@@ -28,7 +28,7 @@ from medialane.types.errors import GenerationFailed, InvalidFeature, ProtocolVio
 from medialane.types.feature import MediaPayload
 from medialane.types.request import EngineRequest, ExpandedPrompt, OutputDelta, PooledPart, Prompt
 from medialane.types.tensor import InlineTensor, TensorDescriptor
-from medialane.wire.framing import append_frame, append_raw_frame
+from medialane.wire.connection import append_frame, append_raw_frame
 from medialane.wire.protocol import DropPayload, Payload, Submit
 
 #: A frame that fits into one read of a socket (uvloop: 250 KiB) is copied without being buffered first.

@@ -49,8 +49,7 @@ from medialane.types.errors import ErrorReport, ProtocolViolation
 from medialane.types.kv_events import KvChange
 from medialane.types.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.types.stats import MetricChanges, PendingWork
-from medialane.wire.connection import other_version
-from medialane.wire.framing import UNREADABLE
+from medialane.wire.connection import UNREADABLE, other_version
 
 #: Must be equal on both sides; incremented by every incompatible change.
 PROTOCOL_VERSION = 13
@@ -58,7 +57,7 @@ PROTOCOL_VERSION = 13
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Sent first by a worker that has connected to a gateway. `name` identifies it for operators; `worker_id` and
-    `card` are those of its Welcome."""
+    `card` are from its Welcome."""
 
     version: int = PROTOCOL_VERSION
     name: str
@@ -158,7 +157,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The load of each data-parallel rank of the worker, in order. If it `is_stalled`, its engine hangs; if it
     `has_unknown_blocks`, its KV blocks cannot be compared with prompts, and it reports none; if it
     `has_failing_tasks`, background tasks that must live have ended lately, and were started again. If it `is_draining`,
-    it refuses new requests (WorkerDraining), and closes the connection when those that run have ended, or are failed
+    it refuses new requests (WorkerDraining), and closes the connection when the running ones have ended, or are failed
     with that error, after its timeout."""
 
     loads: tuple[WorkerLoad, ...]

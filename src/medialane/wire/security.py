@@ -1,5 +1,5 @@
 """What protects TCP connections: the shared secret and TLS (`tls.py`), the rule which addresses need them, and the
-handshake on a connection (`authentication.py`), after that of TLS if configured.
+handshake on a connection (`authentication.py`), after TLS's if configured.
 
 Beyond loopback both are needed, or `--rpc-insecure` instead of TLS: without TLS the handshake proves that the peer has
 the secret, but nothing binds what follows to that peer. Whoever is dialled, at a stale address say, can relay the

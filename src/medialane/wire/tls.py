@@ -47,7 +47,7 @@ class Tls:
 
     def context(self, *, is_dialler: bool) -> TlsContext:
         """Return the context of a new connection. If the files have changed, they are loaded first, which takes some
-        milliseconds; unusable ones are logged, and those that were loaded before stay in use."""
+        milliseconds; unusable ones are logged, and the ones loaded before stay in use."""
         with self._lock:
             # Before they are read: what is replaced meanwhile is loaded for the next connection.
             if (files := _versions(self._config)) != self._files:
@@ -134,7 +134,7 @@ def _context(config: RpcConfig, certificate: bytes, *, is_server: bool) -> TlsCo
 
 def _check_own_certificate(server_context: TlsContext, client_context: TlsContext, path: str) -> str:
     """Connect to ourselves, in memory: return until when the certificate is valid. Raises StartupFailed for one that
-    peers would refuse, and for one that is not that of `client_context`: the file was replaced while it was read."""
+    peers would refuse, and for one that differs from `client_context`'s: the file was replaced while it was read."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = server_context.wrap_bio(to_server, to_client, server_side=True)
     client = client_context.wrap_bio(to_client, to_server)

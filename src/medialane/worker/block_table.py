@@ -96,7 +96,7 @@ class BlockTable:
                     self._clear()
 
     def take(self, rank: int = 0, age_s: float = 0.0) -> KvChange | None:
-        """Return the changes since the last call, as those of this rank; None if there are none. Of a snapshot,
+        """Return the changes since the last call, as this rank's; None if there are none. Of a snapshot,
         `stored` are all held blocks."""
         if self._renewed:
             change = KvChange(rank, pack(self.held()), b"", snapshot=True, age_s=age_s)
@@ -303,7 +303,7 @@ class BlockReports:
         return {rank: table.num_clears for rank, table in self._tables.items()}
 
     def clear(self, *, unless_since: Mapping[int, int]) -> None:
-        """Clear the tables, except those of ranks for which the engine has reported it since `num_clears` returned
+        """Clear the tables, except for ranks for which the engine has reported it since `num_clears` returned
         `unless_since`: they may have stored blocks again."""
         for rank, table in self._tables.items():
             if table.num_clears == unless_since[rank]:

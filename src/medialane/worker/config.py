@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from msgspec import field
 
 from medialane.runtime.host import ascii_host
 from medialane.types.errors import StartupFailed
+from medialane.types.request import EncodeCache
 from medialane.types.setting import PositiveFloat, check_bounds
 from medialane.wire.address import TcpAddress, parse_tcp
-
-EncodeCache = Literal["auto", "on", "off"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +21,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """timeout of that check, so also the longest step of the engine; the worker exits after two missed checks, or one
     if the engine is stalled"""
     stall_timeout_s: PositiveFloat = field(default=10.0, name="worker-stall-timeout")
-    """time without a reply or computation of the engine after which the worker is stalled: it gets no requests, and
-    requests without a token move to other workers"""
+    """time without a reply or computation of the engine after which the worker is stalled: it gets no requests, and its
+    requests move"""
     release_timeout_s: PositiveFloat = field(default=60.0, name="worker-release-timeout")
     """how long the engine may take to release an aborted request; then the worker exits"""
     stop_timeout_s: PositiveFloat = field(default=20.0, name="worker-stop-timeout")
@@ -36,8 +33,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     join: str = field(default="", name="join")
     """gateways to connect to (their --join-listen): HOST:PORT[,HOST:PORT...]; all addresses of each name"""
     name: str = field(default="", name="worker-name")
-    """name of the worker in gateways, metrics and status; default: host name with the metrics port, without one the
-    process id; workers of `serve`: NAME/0, NAME/1. It should survive restarts: each name has its own metrics"""
+    """name of the worker in gateways, metrics and status, to be kept over restarts; default: host name with the metrics
+    port, without one the process id; workers of `serve`: NAME/0, NAME/1"""
     join_resolve_interval_s: PositiveFloat = field(default=5.0, name="join-resolve-interval")
     """interval at which names of gateways (--join) are resolved, besides after a loss"""
     join_refused_interval_s: PositiveFloat = field(default=30.0, name="join-refused-interval")

@@ -17,7 +17,7 @@ class Handler(Protocol):
 
     @property
     def encoder(self) -> EncoderCard | None:
-        """The engine's encoder now: an administrative call may replace that of the card."""
+        """The engine's encoder now: an administrative call may replace the card's."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class Handler(Protocol):
         ...
 
     def drain(self) -> None:
-        """Stop: take no new requests, and end when those that run have ended, or after a timeout. Idempotent."""
+        """Stop: accept no new requests, and end when the running ones have ended, or after a timeout. Idempotent."""
         ...
 
     def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:

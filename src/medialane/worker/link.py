@@ -25,9 +25,8 @@ from medialane.types.errors import (
 )
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, check_version
+from medialane.wire.connection import Connection, check_version, raw_data
 from medialane.wire.dial import dial
-from medialane.wire.framing import raw_data
 from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,
@@ -230,8 +229,8 @@ DIAL_TIMEOUT_S = 3.0
 
 
 class RpcServer:
-    """Serves `handler` to every gateway that connects, after `serve`, and to those that it has joined. Call `close` in
-    any case."""
+    """Serves `handler` to every gateway that connects, after `serve`, and to gateways that it has joined. Call `close`
+    in any case."""
 
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
         self.handler = handler
@@ -255,7 +254,7 @@ class RpcServer:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not been released, including those of closed connections."""
+        """Requests that have not been released, including requests of closed connections."""
         return sum(len(session.requests) for session in self._sessions)
 
     async def serve(self, address: str) -> str:

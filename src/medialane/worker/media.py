@@ -4,10 +4,10 @@ The arena of this host is an interface (`HostArena`), implemented by `store.Stor
 are the worker's ends of transfer paths (the gateway's: `gateway.request.transfer_paths`): what was sent becomes
 readable bytes.
 
-`HeldEmbeddings` are the embeddings of one request: those that its gateway has sent instead of tensors, and those that
-the store has, or reserves memory for, when the worker asks it about items that came with tensors. One that is loaded is
-held until the engine has released the request, which may load it again after preemption. The hold of one that is
-written ends with the first output: the engine has encoded all items by then. At its end the store looks whether the
+`HeldEmbeddings` are the embeddings of one request: the ones that its gateway has sent instead of tensors, and the ones
+that the store has, or reserves memory for, when the worker asks it about items that came with tensors. One that is
+loaded is held until the engine has released the request, which may load it again after preemption. The hold of one that
+is written ends with the first output: the engine has encoded all items by then. At its end the store looks whether the
 embedding is complete.
 """
 
@@ -105,7 +105,7 @@ class NoArena:
 async def hold_entries(
     request: EngineRequest, held: Collection[ArenaRange], host_arena: HostArena
 ) -> tuple[EngineRequest, Hold | None, tuple[MoverName, ...]]:
-    """Hold the entries that the request reads, after those of another host were copied to the arena of this one. Those
+    """Hold the entries that the request reads, after another host's were copied to the arena of this one. Those
     in `held` are held already.
 
     Returns the request with the ranges of the copies, and what has copied them. Raises HandoverFailed.
@@ -208,10 +208,7 @@ class HeldEmbeddings:
     """Created for each request with the engine's encoder at that time. The owner calls `release` once the engine has
     released the request."""
 
-    def __init__(
-        self, encoder: EncoderCard | None, host_arena: HostArena, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
-    ) -> None:
-        self._answer_timeout_s = answer_timeout_s
+    def __init__(self, encoder: EncoderCard | None, host_arena: HostArena) -> None:
         self._encoder = encoder
         self._host_arena = host_arena
         self._held: dict[str, FoundEmbedding] = {}
@@ -294,7 +291,7 @@ class HeldEmbeddings:
         """Without an answer the engine encodes the item, and the embedding is not kept."""
         wait_s = min(max(item.embedding_wait_ms / 1000, 0.0), MAX_WAIT_S)
         try:
-            async with asyncio.timeout(wait_s + self._answer_timeout_s):
+            async with asyncio.timeout(wait_s + ANSWER_TIMEOUT_S):
                 reply = await self._host_arena.embedding(wanted, wait_s=wait_s, passed_with=passed_with)
         except (MedialaneError, TimeoutError) as error:
             logger.warning("the embedding of an item is not kept: %s", error)

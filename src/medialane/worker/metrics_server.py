@@ -132,7 +132,8 @@ class _Page:
 
 
 class _OfRank(Collector):
-    """The samples of a registry that belong to one data-parallel rank; the first rank has those without a rank."""
+    """The samples of a registry that belong to one data-parallel rank; the first rank has the samples without a
+    rank."""
 
     def __init__(self, registry: CollectorRegistry, rank: int) -> None:
         self._registry = registry

@@ -23,8 +23,7 @@ from medialane.types.kv_events import KvChange
 from medialane.types.request import EncoderCard
 from medialane.types.stats import PendingWork
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
-from medialane.wire.framing import append_frame
+from medialane.wire.connection import Connection, append_frame
 from medialane.wire.protocol import (
     ArenaMapped,
     EncoderCleared,
@@ -57,7 +56,7 @@ class SessionReports:
         self._handler = handler
         self._relay = relay
         self._max_pending = config.max_in_flight
-        self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
+        self._pending: dict[int, int] = {}  # the gateway's numbers -> numbers at the other gateways
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=config.max_frame_bytes)
         self._unwatch: list[Callable[[], None]] = []
         self._reported: LoadReport | None = None

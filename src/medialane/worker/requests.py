@@ -76,7 +76,7 @@ class _Running:
 class SessionRequests:
     """`len` is the number of requests that have not been released; `payload` receives the tensors of the next one.
 
-    `request_ids` are those in flight on any connection of the worker: this adds and removes its own. The requests run
+    `request_ids` are in flight on any connection of the worker: this adds and removes its own. The requests run
     as tasks of `tasks`, which must have been entered. `on_change` is called when one has started or was released.
     """
 
@@ -112,7 +112,7 @@ class SessionRequests:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Those of the requests that run."""
+        """The ids of running requests."""
         return [running.task for running in self._running.values() if running.task is not None]
 
     def submit(self, message: Submit) -> None:
@@ -185,7 +185,7 @@ class SessionRequests:
                         await self._connection.writable()
             if not running.finished:
                 raise GenerationFailed("the engine ended the output before it was finished")
-        except WorkerBusy as error:  # it had no place, and waits for one of those that have
+        except WorkerBusy as error:  # it had no place, and waits for a running one
             self._places.withdraw(running.request.request_id)
             self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._places.promise())))
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone

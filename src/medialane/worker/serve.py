@@ -1,7 +1,7 @@
 """Runs a worker process: listen for gateways or join them, watch the engine, shut down.
 
 On a signal, or when an operator asks for it, the worker drains: gateways are informed, new requests are refused, and
-those that run have some time to end. Then they are failed, whereupon the gateways continue them elsewhere, and
+running requests have some time to end. Then they are failed, whereupon the gateways continue them elsewhere, and
 cancelled, and the engine releases them; then the engine's processes are terminated. If the engine is lost, it cannot
 release anything, so its processes are terminated first. What the requests hold at the store ends with them, or with
 this process.

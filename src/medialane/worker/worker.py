@@ -265,7 +265,7 @@ class Worker:
             yield
         finally:
             self._readers.subtract(arenas)
-            self._readers += Counter()  # without those of zero
+            self._readers += Counter()  # without zero counts
             if arenas - self._readers.keys() - {self._mapped}:
                 self._ping_requested.set()
 

@@ -137,7 +137,7 @@ async def test_websocket_is_refused_with_an_http_response():
     async with serving(keys("key", admin_key="admin")) as port, connection(port) as (reader, writer):
         writer.write(f"GET /sleep HTTP/1.1\r\nhost: a\r\n{KEY}{handshake}\r\n".encode())
         async with asyncio.timeout(5):
-            assert (await answer(reader))[0] == 403
+            assert (await answer(reader))[0] == 501
 
 
 async def test_authorised_body_is_read():

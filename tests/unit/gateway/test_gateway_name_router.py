@@ -42,9 +42,6 @@ class FakeGateway:
         self.answers = {}
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "websocket":
-            await receive()
-            return await self._deny(send)
         self.requests.append(scope)
         if scope["path"] == "/refuse":  # before its body is read
             return await self._send(send, 413, b"too large")
@@ -103,10 +100,6 @@ class FakeGateway:
         while self.num_sent < LARGE_BYTES:
             await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
             self.num_sent += 1 << 20
-
-    async def _deny(self, send):
-        await send({"type": "websocket.http.response.start", "status": 501, "headers": []})
-        await send({"type": "websocket.http.response.body", "body": b"not supported"})
 
     async def _start(self, send, headers, status=200):
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -527,14 +520,8 @@ async def test_body_and_memory_are_bounded():
             assert status == 200
 
 
-async def test_websocket_gets_the_answer_of_a_gateway(routed):
-    with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
-        await routed.session.ws_connect(routed.url + "/v1/realtime")
-    assert failed.value.status == 501
-
-
-async def test_websocket_without_a_key_is_refused():
+async def test_websocket_is_refused():
     async with routing(KEYED, keyed()) as routed:
         with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
             await routed.session.ws_connect(routed.url + "/v1/realtime?model=nope")
-    assert failed.value.status == 401
+    assert failed.value.status == 501

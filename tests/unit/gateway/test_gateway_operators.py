@@ -385,7 +385,7 @@ def worker(name, *, ready=True, **load):
 async def test_a_thousand_workers_are_listed_by_need_and_counted():
     endpoints = [worker(f"host{n // 8}/{n % 8}", num_running=n % 8) for n in range(1000)]
     endpoints[500] = worker("host62/4", ready=False)
-    parts = {"0": await own_part(GatewayView("0", asked=True, up=True), RecentRequests(), WorkerPool([]))}
+    parts = {"0": await own_part(GatewayView("0", up=True), RecentRequests(), WorkerPool([]))}
     started = time.process_time()
     state = await whole_state(parts, model="m", endpoints=endpoints, encoder_caches={}, store=None)
     encoded = msgspec.json.encode(state)

@@ -185,7 +185,7 @@ async def test_failed_answer_costs_only_the_embedding(host, error):
 
 async def test_late_answer_costs_only_the_embedding(host):
     host.answers["h"] = asyncio.get_running_loop().create_future()
-    found = HeldEmbeddings(ENCODER, host, answer_timeout_s=0.01)
+    found = HeldEmbeddings(ENCODER, host)
     async with asyncio.timeout(5):
         await found.find(request(item(embedding_wait_ms=10.0)), ARENA)
     assert found.uses([item()]) == [None]

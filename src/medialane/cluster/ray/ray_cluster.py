@@ -44,7 +44,7 @@ _HEAD, _RAYLET = "Ray's head (GCS)", "Ray's raylet of this host"
 _CALL_S = 5.0
 #: Of a node that is started here: its smallest, as no object goes through Ray, and /dev/shm is for the arena.
 _OBJECT_STORE_BYTES = 80 << 20
-#: Of `node:ADDRESS`, of which a node has 1.
+#: Of the resource `node:ADDRESS`: a node has 1 of it.
 _NODE_SHARE = 0.001
 _HINT = "if it has a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be as on its nodes"
 _MAX_SHOWN_NODES = 8
@@ -112,8 +112,9 @@ def _other_version(version: str, node: str) -> RunEnd | None:
 
 
 class RayCluster:
-    """The cluster at `address`: a node's `HOST:PORT`, or `ray://...` is refused. Without one, that of RAY_ADDRESS or of
-    this host, else a new one of this host alone. `api` is Ray, or its fake. Raises StartupFailed."""
+    """The cluster at `address`: a node's `HOST:PORT`, or `ray://...` is refused. Without one, the cluster of
+    RAY_ADDRESS or of this host, otherwise a new one of this host alone. `api` is Ray, or its fake. Raises
+    StartupFailed."""
 
     def __init__(self, address: str = "", *, api: ModuleType = ray, times: RayTimes = _TIMES) -> None:
         if address.startswith("ray://"):
@@ -143,7 +144,7 @@ class RayCluster:
 
     @property
     def nodes(self) -> list[str]:
-        """Addresses of all nodes that are alive, that of this process first."""
+        """Addresses of all nodes that are alive, this process's first."""
         alive = {str(node["NodeManagerAddress"]) for node in self._ray.nodes() if node["Alive"]}
         return [self.node, *sorted(alive - {self.node})]
 
@@ -340,7 +341,7 @@ def _check_reachable(address: str, timeout_s: float) -> None:
     except (OSError, OverflowError) as error:
         why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
         raise StartupFailed(
-            f"cannot connect to Ray at {address}: {why}; --address is that of the head node (ray start --head --port)"
+            f"cannot connect to Ray at {address}: {why}; --address is the head node's (ray start --head --port)"
         ) from error
 
 

@@ -56,12 +56,12 @@ class RemoteSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     With a `node`, the address of a host, it runs only there: the gateways and the store of that host. Any other is a
     worker, for which `num_gpus` and `num_cpus` are reserved on one host; it joins gateways as `joins_as`, with `{host}`
-    replaced by the host's name. Processes with a `ready_url` are ready when that returns 200. Those of a higher `layer`
-    are stopped first.
+    replaced by the host's name. Processes with a `ready_url` are ready when that returns 200. Processes of a higher
+    `layer` are stopped first.
 
     `node_flags` are further flags by the host's address, `""` for hosts that are not named. In these and in `command`,
     `{folder}` is replaced by the path of the folder `SHARED_PREFIX + shared_folder` of the host. `environ` are our
-    settings, without secrets; other variables are those of the host.
+    settings, without secrets; other variables are the host's.
     """
 
     name: str
@@ -138,13 +138,13 @@ class RemoteCluster(Protocol):
 def remote_environ(spec: RemoteSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of a process on a host whose own environment is `environ`.
 
-    Raises StartupFailed if the reserved GPUs, which are those of CUDA_VISIBLE_DEVICES, do not suffice.
+    Raises StartupFailed if the reserved GPUs, in CUDA_VISIBLE_DEVICES, do not suffice.
     """
     if spec.node:
         return {**host_environ(environ), **spec.environ}
     inherited = worker_environ(environ, spec.environ)
     if not spec.num_gpus:
-        inherited["CUDA_VISIBLE_DEVICES"] = ""  # none is reserved: others may use those of the host
+        inherited["CUDA_VISIBLE_DEVICES"] = ""  # none is reserved: others may use the host's
     hardware = find_hardware(inherited)
     if spec.num_gpus and not hardware.gpus:
         why = "vLLM's build is for CPUs" if vllm_is_for_cpu() else "CUDA_VISIBLE_DEVICES is empty"
@@ -340,7 +340,7 @@ def gateway_specs(
 
 
 def _of_node(config: Config, node: str) -> Config:
-    """Return the settings of gateways and store of another node: those of this one, with its addresses."""
+    """Return the settings of gateways and store of another node: this node's, with the other's addresses."""
     joined = parse_tcp(config.gateway.join_listen, "--join-listen")
     cluster = msgspec.structs.replace(config.cluster, num_workers=0, ray=False, ray_address="", gateway_nodes="head")
     return msgspec.structs.replace(

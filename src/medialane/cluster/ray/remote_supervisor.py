@@ -1,4 +1,4 @@
-"""Supervises processes of other hosts through an orchestrator, together with those of this host.
+"""Supervises processes of other hosts through an orchestrator, together with this host's.
 
 As on one host, the exit of a process that was never ready fails the start; any other is restarted by the orchestrator,
 with the same delays. A worker is ready when a gateway of this host lists it as connected, the processes of another host

@@ -7,8 +7,8 @@ earns what each of the others is served, up to `_SAVED` tokens, so that a tenant
 them gets its share, too. One that begins to wait is the next if it has some left (as new flows of RFC 8290): so who
 asks now and then does not wait for a turn of all others. Within a tenant the same is done between requests with media
 and those without, so that text does not wait behind media. Among requests of one tenant and kind the earliest deadline
-is next; if so many wait that the newest could not be served by its deadline, the newest: then some are still served in
-time, and not all too late.
+is next; if so many wait that the newest could not be served by its deadline, the newest: then some are still served
+in time, and not all too late.
 
 A lower number is more urgent. Every `_FLOOR`-th request served is the one that has waited longest, whatever its
 priority, so that none waits for ever. If there are more than may wait, the newest of the least urgent, of the tenant
@@ -27,13 +27,13 @@ from typing import Final, Generic, TypeVar
 
 from medialane.gateway.admission.flow import Flow
 
-#: One of so many requests served is the oldest.
+#: Every n-th request served is the oldest.
 _FLOOR: Final = 16
-#: Tokens of a turn: about those of a short text, so that turns are short.
+#: Tokens of a turn: about a short text's, so that turns are short.
 _QUANTUM: Final = 128
 #: The most that one earns while it does not wait: a few requests, by which it may delay others.
 _SAVED: Final = 4096
-#: Credits that are kept of those that do not wait, and empty priorities.
+#: Number of kept credits of flows that do not wait, and of empty priorities.
 _MAX_IDLE: Final = 256
 
 _numbers = count()
@@ -41,7 +41,7 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits, of so many `tokens`, by which it is charged. `deadline` is on the queue's clock. One that
+    """A request that waits; it is charged by its `tokens`. `deadline` is on the queue's clock. One that
     may not be refused is never dropped."""
 
     flow: Flow

@@ -23,15 +23,15 @@ from typing import Final, Literal, NamedTuple
 #: The longest wait in a queue that does not stand, and for how long it must exceed that.
 _TARGET_S: Final = 0.5
 _INTERVAL_S: Final = 1.0
-#: After so long without a refusal by the bound, there is none.
+#: After this many seconds without a refusal by the bound, there is none.
 _CALM_S: Final = 2.0
-#: Beyond those in flight when it is found to stand: the noise of clients that wait for their answers.
+#: Beyond the requests in flight when it is found to stand: the noise of clients that wait for their answers.
 _SLACK: Final = 4
 #: Weight that older times keep when the next request is served: about the last twenty count.
 _KEPT: Final = 0.95
 #: Requests that must have been served, while others waited, before a wait is computed.
 _ENOUGH: Final = 4
-#: A pace that was measured so long ago says nothing.
+#: A pace that was measured longer ago says nothing.
 _STALE_S: Final = 10.0
 #: A header is followed by its body within this time, or by one of a slow client, for which no other is refused.
 _BODY_S: Final = 2.0
@@ -91,7 +91,7 @@ class Lane:
         return max(self._spent_s / self._num_served, stalled_s / 2)
 
     def wait_s(self, now: float, num_ahead: int) -> float:
-        """Return how long the request waits that is behind so many others, if any wait here; 0 if that is not known, or
+        """Return how long a request waits behind that many others, if any wait here; 0 if that is not known, or
         none had to for a while."""
         num_ahead = num_ahead if self._waiting else 0
         return max(0.0, (num_ahead + 1) * self.pace_s(now) - (now - self._served_at))

@@ -78,9 +78,9 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """The requests of one gateway that wait for one resource. `has_room` gets how many requests were admitted of which
-    the resource does not know; `clock` is that of deadlines, the loop's. `on_change` is called when a request enters or
-    leaves."""
+    """The requests of one gateway that wait for one resource. `has_room` gets the number of admitted requests of which
+    the resource does not know; `clock` is the deadlines' clock, the loop's. `on_change` is called when a request enters
+    or leaves."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class AdmissionQueue:
         return retry_after(request.flow.wait_s(self._clock()))
 
 
-#: A body that is larger has media: its text alone seldom has so many bytes.
+#: A body that is larger has media: its text alone is seldom that large.
 MEDIA_BYTES: Final = 64 << 10
 
 #: Requests in preparation per preparer: some of them are being copied or checked, which takes none.
@@ -213,16 +213,16 @@ _PER_PREPARER: Final = 4
 #: Prepared requests that may wait for an engine, for each engine: they hold memory.
 _PREPARED_PER_ENGINE: Final = 2
 
-#: What an item is charged before the preparers, in tokens: about those of a photo.
+#: The charge of an item before the preparers, in tokens: about a photo's.
 _ITEM_TOKENS: Final = 1024
 
-#: By so much tokens of requests with media are charged more than those of text: encoders compute them, too.
+#: Factor by which tokens of requests with media are charged more than tokens of text: encoders compute them, too.
 _MEDIA_CHARGE: Final = 2
 
 #: Of a limit of the time to first token, what is kept free for what the measured times do not say.
 _MARGIN: Final = 0.1
 
-#: Flows that are kept of those without requests: clients choose priorities.
+#: Number of kept flows without requests: clients choose priorities.
 _MAX_IDLE: Final = 1024
 
 #: Of a limit of the time to first token, the least that a request may wait.
@@ -230,7 +230,7 @@ _LEAST_WAIT: Final = 0.25
 
 
 class Queues:
-    """The queues of one gateway. `counts` are those of all gateways of a port; with `has_priorities`, engines are
+    """The queues of one gateway. `counts` are shared by all gateways of a port; with `has_priorities`, engines are
     scheduled by priority, and the field `priority` of requests counts. `preparers` returns the latest statistics of the
     preparers, None if there are none. `clock` is in seconds."""
 
@@ -264,7 +264,7 @@ class Queues:
         return {"engine": self._engines.stats(), "preparer": self._preparers.stats()}
 
     def arrive(self, scope: RequestScope, *, num_bytes: int) -> None:
-        """Accept a request by its header, which declares so many bytes of its body. Raises QueueFull,
+        """Accept a request by its header, which declares the bytes of its body. Raises QueueFull,
         TtftLimitExceeded. If requests have priorities, which are in bodies, none is refused yet."""
         if not self._has_priorities:
             self._enter(scope, is_media=num_bytes > MEDIA_BYTES)
@@ -278,8 +278,8 @@ class Queues:
         arrival.whole()
 
     async def engine(self, scope: RequestScope, num_tokens: int, *, has_media: bool) -> Ticket:
-        """Wait until the request, a prompt of so many tokens, may be sent to an engine. Raises QueueFull, QueueTimeout,
-        unless its media have been prepared for it."""
+        """Wait until the request, a prompt of that many tokens, may be sent to an engine. Raises QueueFull,
+        QueueTimeout, unless its media have been prepared for it."""
         if (ticket := self._engines.enter()) is None:
             may_refuse = not scope.timeline.num_misses
             request = self._queued(scope, num_tokens, has_media=has_media, may_refuse=may_refuse)
@@ -302,7 +302,7 @@ class Queues:
         return await self._admitted(self._preparers, request, scope)
 
     def _enter(self, scope: RequestScope, *, is_media: bool) -> Arrival:
-        """Count a request in a flow, in place of that of its header."""
+        """Count a request in a flow, in place of the flow chosen by its header."""
         if scope.arrival is not None:
             scope.release(scope.arrival.end)
         flow = self._flow(scope, is_media=is_media)
@@ -320,7 +320,7 @@ class Queues:
         error: MedialaneError
         retry_after_s = retry_after(refusal.wait_s)
         if refusal.is_late and limit_s is not None:
-            message = f"by those that wait, the first token would come later than after {limit_s:g} s"
+            message = f"because of the requests that wait, the first token would come later than after {limit_s:g} s"
             error = TtftLimitExceeded(message, retry_after_s=retry_after_s)
         else:
             message = "too many requests are waiting for this one to be served in time: the server is overloaded"

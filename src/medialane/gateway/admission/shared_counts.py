@@ -3,7 +3,7 @@
 Theory of operation. A connection belongs to one gateway, and connections are spread unevenly: to divide a limit by
 the number of gateways would lower it, as a client with one connection would have a part of it. Each name has a row: a
 value that any gateway sets, and a count for each gateway that only this one changes. A row is found by a hash of the
-name, so no gateway has to tell another where it is. There are no locks, which a stopped process would hold for ever:
+name, so gateways need not exchange its place. There are no locks, which a stopped process would hold for ever:
 reads and writes of eight aligned bytes are atomic, and if two gateways set a value in the same microsecond, one of the
 two changes is lost. A gateway that starts sets its counts to 0, whatever the one before it has left.
 """
@@ -41,8 +41,8 @@ class SharedCounts:
 
     def assign(self, names: Iterable[str]) -> None:
         """Give each name, besides the constant ones, its row, the same one in every gateway with the same names; of
-        names that hash to one row, all but the first get the next free one. Own counts move along, those of other names
-        end."""
+        names that hash to one row, all but the first get the next free one. Own counts move along, counts of other
+        names end."""
         counts = {name: self.own(name) for name in self._rows}
         for name in counts:
             self.set_own(name, 0)

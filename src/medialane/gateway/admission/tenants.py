@@ -6,7 +6,7 @@ The file has one JSON object a line for each tenant, with the hash of its key an
     {"name": "search", "sha256": "9f86d0...", "rate": 20, "burst": 60, "concurrency": 200}
     {"name": "nightly", "sha256": "60303a...", "concurrency": 32, "priority": 10}
 
-Empty lines, and those that begin with `#`, are skipped. The file has no key, only hashes.
+Empty lines, and lines that begin with `#`, are skipped. The file has no key, only hashes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the file. `sha256` are the SHA-256 hashes of the tenant's key, or keys, in hexadecimal.
 
-    `rate` limits requests per second, in the mean; `burst` is how many may come at once (default: those of a second).
+    `rate` limits requests per second, in the mean; `burst` is how many may come at once (default: one second's).
     `concurrency` limits requests in flight. None: unlimited. `priority` is the most urgent (lowest) that the tenant's
     requests may have; one that asks for less has what it asks for.
     """
@@ -152,7 +152,7 @@ class Tenant:
 
 class Tenants:
     """The tenants of a file, which is read again when it has changed: a new file that cannot be used is logged, and the
-    tenants stay those of the one before. `clock` is monotonic, the same for all gateways."""
+    the previous tenants stay. `clock` is monotonic, the same for all gateways."""
 
     def __init__(
         self, path: str, counts: SharedCounts | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -170,7 +170,7 @@ class Tenants:
 
     def of(self, digest: bytes) -> Tenant | None:
         """Return the tenant whose key has this digest. How long that takes does not depend on how much of a digest is
-        right: the table only compares those whose hashes, by a random key of this process, are equal."""
+        right: the table only compares keys whose hashes, by a random key of this process, are equal."""
         return self._by_digest.get(digest)
 
     async def watch(self) -> None:
@@ -221,7 +221,7 @@ def _version(path: str) -> tuple[int, ...]:
 
 
 class Admission:
-    """The admitted requests, at most `limit`, of which one tenant has a share. One event loop."""
+    """The admitted requests, at most `limit`, and per tenant a share of that. One event loop."""
 
     def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._admitted: set[RequestScope] = set()

@@ -2,7 +2,7 @@
 
 Theory of operation. Every route is of one of these kinds, by the *matched* route's path: so no spelling of a path (an
 encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route that is not
-listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
+listed needs the admin key if there is one, otherwise an API key: what an upgrade or a plugin adds is closed.
 
     kind      routes                                        accepted keys
     open      OPEN                                          none is needed
@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.metrics import METRICS_PATH
-from medialane.gateway.http.responses import error_form, header, send_error, send_response
+from medialane.gateway.http.responses import JSON, error_form, header, send_error, send_response
 from medialane.gateway.intake import WITHOUT_BODY, replay
 from medialane.gateway.request.scope import current_scope
 from medialane.observability.metrics import Metrics
@@ -48,7 +48,7 @@ from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDeni
 from medialane.wire.security import is_loopback
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from medialane.gateway.admission.tenants import TenantLimits
 
@@ -85,6 +85,10 @@ _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
 #: Starlette parses it for each route of FastAPI, in a time that grows with the square of its length. None of them uses
 #: it.
 _COOKIE = b"cookie"
+_WEBSOCKET_REFUSED = (
+    b'{"error":{"message":"WebSockets (transcription in real time) are not supported: use /v1/audio/transcriptions",'
+    b'"type":"NotImplementedError","param":null,"code":501}}'
+)
 #: Plain vLLM's response.
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 #: Where no key suffices.
@@ -272,22 +276,22 @@ class AccessMiddleware:
             keys.tenants.on_removed = lambda name: metrics.refused_requests.remove_by_labels({"tenant": name})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
+        if scope["type"] == "websocket":
+            return await refuse_websocket(send)
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        route = self._route_of(scope)
+        request, route = current_scope(), self._route_of(scope)
         kind = kind_of(route)
         given = given_key(scope)
-        if scope["type"] == "http":
-            current_scope().record.path = route or ""
-            current_scope().has_own_cache = not (self._keys.shares_cache or self._keys.is_open(RouteKind.CLIENT))
+        request.record.path = route or ""
+        request.has_own_cache = not (self._keys.shares_cache or self._keys.is_open(RouteKind.CLIENT))
         if (refuse := self._refusal(kind, given, scope, route)) is not None:
-            if scope["type"] == "http":
-                current_scope().is_refused = True
-            return await refuse(responding(scope, send))
-        if kind is RouteKind.CLIENT and scope["type"] == "http":
-            current_scope().passes_by = False
+            request.is_refused = True
+            return await refuse(send)
+        if kind is RouteKind.CLIENT:
+            request.passes_by = False
         scope = _without(scope, _COOKIE)
-        if scope["type"] == "http" and (route is None or kind in {RouteKind.OPEN, RouteKind.METRICS}):
+        if route is None or kind in {RouteKind.OPEN, RouteKind.METRICS}:
             scope, receive = _without(scope, *_BODY_HEADERS), replay(b"", receive)
         elif kind is RouteKind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
             return await self._serve(tenant, scope, receive, send, is_counted=route == FEATURE_PATH)
@@ -303,7 +307,7 @@ class AccessMiddleware:
             if not (is_hopeless or self._keys.is_client(given)):
                 return send_unauthorized
             error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
-        elif scope["type"] == "http" and not self._keys.accepts(kind, given):
+        elif not self._keys.accepts(kind, given):
             error = _refusal_of_page(scope) if kind in _GUARDED else None
         return None if error is None else partial(send_error, error=error, form=error_form(scope))
 
@@ -318,11 +322,10 @@ class AccessMiddleware:
     async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send, *, is_counted: bool) -> None:
         """Serve a tenant's request, or refuse it by its limits, which do not count what has no body unless it
         `is_counted`."""
-        if scope["type"] == "http":
-            current_scope().tenant = tenant
-            current_scope().record.tenant = tenant.name
-            if scope["method"] in WITHOUT_BODY and not is_counted:
-                return await self._app(scope, receive, send)
+        current_scope().tenant = tenant
+        current_scope().record.tenant = tenant.name
+        if scope["method"] in WITHOUT_BODY and not is_counted:
+            return await self._app(scope, receive, send)
         with ExitStack() as stack:
             try:
                 stack.enter_context(tenant.request())
@@ -333,9 +336,8 @@ class AccessMiddleware:
     async def _refuse(self, tenant: Tenant, error: LimitExceeded, scope: Scope, send: Send) -> None:
         if self._metrics is not None:
             self._metrics.refused_requests.labels(tenant.name, error.code).inc()
-        if scope["type"] == "http":
-            current_scope().fail(error)
-        await send_error(responding(scope, send), error, error_form(scope))
+        current_scope().fail(error)
+        await send_error(send, error, error_form(scope))
 
 
 def _without(scope: Scope, *names: bytes) -> Scope:
@@ -345,7 +347,7 @@ def _without(scope: Scope, *names: bytes) -> Scope:
 def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
     """Return whether the request reaches no handler: browsers send no keys with a preflight, which vLLM's CORS
     middleware answers; other OPTIONS requests are 404 or 405, unless a mounted app (/metrics) has the path."""
-    if scope["type"] != "http" or scope["method"] != "OPTIONS":
+    if scope["method"] != "OPTIONS":
         return False
     names = {name for name, _ in scope["headers"]}
     return route is None or {b"origin", b"access-control-request-method"} <= names
@@ -429,12 +431,8 @@ async def send_unauthorized(send: Send) -> None:
     await send_response(send, 401, _UNAUTHORIZED)
 
 
-def responding(scope: Scope, send: Send) -> Send:
-    """Return a `send` for an HTTP response, which a websocket gets instead of its handshake's."""
-    if scope["type"] != "websocket":
-        return send
-
-    async def send_response(message: Message) -> None:
-        await send({**message, "type": f"websocket.{message['type']}"})
-
-    return send_response
+async def refuse_websocket(send: Send) -> None:
+    """Answer 501 instead of a handshake, whoever asks: vLLM's only WebSocket is for transcription in real time."""
+    length = (b"content-length", str(len(_WEBSOCKET_REFUSED)).encode())
+    await send({"type": "websocket.http.response.start", "status": 501, "headers": [JSON, length]})
+    await send({"type": "websocket.http.response.body", "body": _WEBSOCKET_REFUSED})

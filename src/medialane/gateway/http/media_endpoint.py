@@ -209,6 +209,6 @@ def _ttl(fields: Mapping[str, str]) -> float | None:
 
 
 def _modality(content_type: bytes) -> Modality | None:
-    """Return the modality of a media type; None for any other type, as that of clients which send none."""
+    """Return the modality of a media type; None for any other type, such as the default of clients that set none."""
     kind = content_type.partition(b"/")[0].strip().lower()
     return next((modality for modality in MODALITIES if modality.encode() == kind), None)

@@ -21,9 +21,10 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 GATEWAY_LABEL = "gateway"
 
 #: Where a gateway answers the others about its requests, and how long they wait for that.
@@ -52,6 +55,14 @@ _MAX_ANSWER_BYTES = 32 << 20
 
 #: Asks the other gateways of a port for a path: their answers by index, None of a gateway that does not answer.
 AskOthers = Callable[[str], Awaitable[Mapping[str, bytes | None]]]
+
+
+def decoded(answer: bytes | None, kind: type[T]) -> T | None:
+    """Return what another gateway has answered; None for nothing, and for what one of another version says."""
+    try:
+        return None if answer is None else msgspec.json.decode(answer, type=kind)
+    except msgspec.DecodeError:
+        return None
 
 
 async def no_others(_path: str) -> Mapping[str, bytes | None]:

@@ -11,10 +11,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,6 +28,7 @@ from medialane.gateway.http.responses import (
     error_form,
     given_id,
     given_trace,
+    header,
     send_error,
     usable_id,
     with_id,
@@ -40,8 +41,6 @@ from medialane.gateway.intake import (
     BudgetCharge,
     Buffer,
     ExtractedMedia,
-    Message,
-    Receive,
     extract,
     extract_files,
     is_multipart,
@@ -64,11 +63,8 @@ from medialane.runtime.tasks import TAKER, LoopFairness
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
 from medialane.types.media import MODALITIES
 
-Scope = MutableMapping[str, Any]
-
-Send = Callable[[Message], Awaitable[None]]
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +87,7 @@ class ScopeMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         metrics: Metrics,
         requests: OpenRequests | None = None,
         recent: RecentRequests | None = None,
@@ -127,7 +123,7 @@ class ScopeMiddleware:
             if is_kept:
                 self._recent.begin(record)
             try:
-                if _header(scope, REQUEST_ID) is not None:  # perhaps an unusable one
+                if any(name == REQUEST_ID for name, _ in scope["headers"]):  # perhaps with an unusable one
                     scope = with_id(scope, record.id)
                 await self._app(scope, watched.receive, watched.send)
             finally:
@@ -148,7 +144,7 @@ class ScopeMiddleware:
         if request.error_code is not None:
             self._metrics.request_errors.labels(request.error_code).inc()
         if self._recorder is not None and (body := request.extracted.body):
-            content_type = _header(scope, b"content-type") or b""
+            content_type = header(scope, b"content-type")
             self._recorder.offer(Recordable(body, request.extracted.refs, request.references, content_type, record))
         if self._logs_requests:
             log_end(scope["method"], scope["path"], record)
@@ -199,7 +195,7 @@ class IntakeMiddleware:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         media: MediaConfig,
         config: GatewayConfig,
         fairness: LoopFairness,
@@ -223,7 +219,7 @@ class IntakeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        content_type = _header(scope, b"content-type") or b""
+        content_type = header(scope, b"content-type")
         is_streamed = _is_streamed(scope)
         is_read_here = scope["method"] not in WITHOUT_BODY and not (is_streamed or _is_urlencoded(content_type))
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
@@ -253,7 +249,7 @@ class IntakeMiddleware:
         else:
             send = _reporting(send, request)
             watching = _ending_with_client(receive, request)
-            if not request.extracted.has_id and _header(scope, REQUEST_ID) is None:  # which would replace the body's
+            if not request.extracted.has_id and not header(scope, REQUEST_ID):  # which would replace the body's
                 scope = with_id(scope, request.record.id)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
@@ -352,14 +348,9 @@ def _is_urlencoded(content_type: bytes) -> bool:
     return content_type.lower().startswith(b"application/x-www-form-")
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
-
-
 def _own_ttft_limit(scope: Scope) -> float | None:
     """Return the request's own limit of the time to first token, in ms. Raises InvalidRequest."""
-    value = _header(scope, TTFT_HEADER)
-    if value is None:
+    if not (value := header(scope, TTFT_HEADER)):
         return None
     try:
         limit = float(value)
@@ -372,7 +363,7 @@ def _own_ttft_limit(scope: Scope) -> float | None:
 
 def _asks_report(scope: Scope) -> bool:
     """Return whether the client requests a report by a header. Raises InvalidRequest."""
-    value = (_header(scope, REPORT_HEADER) or b"false").strip().lower()
+    value = (header(scope, REPORT_HEADER) or b"false").strip().lower()
     if value not in _BOOLEANS:
         raise InvalidRequest(f"{REPORT_HEADER.decode()} must be true or false")
     return _BOOLEANS[value]
@@ -380,8 +371,8 @@ def _asks_report(scope: Scope) -> bool:
 
 def _check_declared(scope: Scope, limit: int) -> int:
     """Return Content-Length, or 0 if there is none. Raises BodyTooLarge before anything is read."""
-    declared = _header(scope, b"content-length")
-    length = int(declared) if declared is not None and declared.isdigit() else 0
+    declared = header(scope, b"content-length")
+    length = int(declared) if declared.isdigit() else 0
     if length > limit:
         raise BodyTooLarge(f"the request body has {length} bytes, more than {limit}")
     return length

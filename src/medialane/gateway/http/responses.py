@@ -13,8 +13,8 @@ scope where it is raised, and `ErrorSender`, directly in front of the app, repla
 A rejection by a worker's vLLM is not replaced: the app responds to it like plain vLLM. Where the app quotes the body
 that it got, a reference is replaced by what the client has sent.
 
-The id of a request, `X-Request-Id`, is the client's if it is usable, else one of ours. It is in the response's header,
-in every error body and in the log, and vLLM's app makes the ids of its answers of it.
+The id of a request, `X-Request-Id`, is the client's if it is usable, otherwise one of ours. It is in the response's
+header, in every error body and in the log, and vLLM's app makes the ids of its answers of it.
 
 Above that is what all ASGI handlers of ours need: a request's headers and query, and responses in one piece.
 """
@@ -98,7 +98,7 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 429: "rate_limit_error", 503: "ove
 
 @dataclass(frozen=True)
 class ErrorForm:
-    """An API's error format: the JSON of a response, and that of a stream's event if it differs, for which `streamed`
+    """An API's error format: the JSON of a response, and of a stream's event if it differs, for which `streamed`
     also gets the last chunk that the stream has sent."""
 
     document: Callable[[MedialaneError], Document]
@@ -344,7 +344,7 @@ def identified(document: dict[str, Any], request_id: str) -> dict[str, Any]:
 
 def _with_model(document: dict[str, Any], model: str) -> dict[str, Any]:
     """Return vLLM's error about an unknown model with the name that is served. vLLM hides whatever looks like a path,
-    and so that of a model in a folder, although `/v1/models` has it."""
+    and so the name of a model in a folder, although `/v1/models` has it."""
     error = document.get("error")
     message = str(error.get("message")).removesuffix(".") if isinstance(error, dict) else ""
     if not isinstance(error, dict) or not message.endswith(_HIDDEN_MODEL):
@@ -369,7 +369,7 @@ class IdentifiedSend:
         return self._begin(message)
 
     async def _begin(self, message: Message) -> None:
-        """Send the start of a response; that of an error with its body, to which the id is added."""
+        """Send the start of a response; of an error together with its body, to which the id is added."""
         if message["type"] == "http.response.start":
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != REQUEST_ID]
             message = {**message, "headers": [*headers, (REQUEST_ID, self._id.encode())]}

@@ -263,7 +263,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _expire(self) -> None:
         if self._unparsed_bytes or self.cycle is not None:
             self._refuse(ClientTooSlow("the request header was sent too slowly"))
-        else:  # idle: a response would be mistaken for that of the client's next request
+        else:  # idle: a response would be mistaken for the answer to the client's next request
             self.transport.close()
 
     def _refuse(self, error: MedialaneError) -> None:
@@ -309,7 +309,7 @@ class BoundedServer(uvicorn.Server):
         on_listening: Callable[[], None] = lambda: None,
         max_refusing: int = MAX_REFUSING,
     ) -> None:
-        """With `is_behind_router`, requests come from the name router, which tells whose they are."""
+        """With `is_behind_router`, requests come from the name router, which names their client."""
         if not config.loaded:
             config.load()
         if is_behind_router:

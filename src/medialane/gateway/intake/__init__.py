@@ -1,6 +1,6 @@
 """Extracts media from a JSON body: replaces them by references and decodes base64 directly from the body's bytes.
 
-Theory of operation. Four steps, none of which reads a media payload byte by byte in Python:
+Theory of operation. Four steps; none reads a media payload byte by byte in Python:
 
 1. *Cut* (`skeleton`). The bytes from `;base64,` to the next quote can be removed from a JSON string without changing
    where strings begin and end, unless they contain a backslash. So payloads are found by searching for bytes (at memory

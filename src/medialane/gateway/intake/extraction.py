@@ -96,7 +96,7 @@ def extract(
     Raises TooManyMediaItems, InvalidMediaUrl (a URL in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
     EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, the member `medialane`, or no `cache_salt` although
     it is required); each names the field.
-    Raises InvalidBody for a body with so many levels or values that parsing it would block the event loop, and
+    Raises InvalidBody for a body whose levels or values are so numerous that parsing it would block the event loop, and
     BodyTooLarge for one that is too large without its media.
     """
     size = len(body) if size is None else size

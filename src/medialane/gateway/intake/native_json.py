@@ -1,4 +1,4 @@
-"""Loops over the bytes of a JSON text, compiled by numba when this module is imported (`json_scan.warm_up`).
+"""Loops over the bytes of a JSON text, compiled by numba when this module is imported (`limits.warm_up`).
 
 Compiled because every body that a client sends is read byte by byte before it is parsed: this takes 800 MB a second,
 the same loops in Python 3.5 (on two busy cores). And they release the GIL: in a thread they do not block the event

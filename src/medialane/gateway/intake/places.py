@@ -148,7 +148,7 @@ def _read_base64(located: Located, media_type: str, config: MediaConfig) -> _Rea
 
 
 def _read_url(located: Located, modality: Modality, config: MediaConfig) -> _Read:
-    """Return media type and bytes of a data: URL; any other URL, and that of a published image, which the store
+    """Return media type and bytes of a data: URL; any other URL, and the URL of a published image, which the store
     reads."""
     head = located.head()
     if bytes(head[:5]).lower() != b"data:":

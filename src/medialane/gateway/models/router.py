@@ -1,12 +1,10 @@
 """The ASGI app of the process in front of several models: finds the model of a request, and passes it on.
 
-Theory of operation. The name is that of the query (`?model=NAME`), or else the member or field `model` of the body,
+Theory of operation. The name is in the query (`?model=NAME`), otherwise it is the member or field `model` of the body,
 which is read no further than that (`model_name`). The gateways check keys. To keep others from filling the memory, a
 body is read here only for callers that have some key of this server; and what answers for several models asks each with
 the caller's own key. A request that names no model is refused: vLLM's default, its first name, would let a client get
 the answer of a model that it did not mean.
-
-Websockets are passed on as the requests that they begin with: gateways answer those, and accept none.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_plus
 
 import aiohttp
@@ -27,10 +25,9 @@ from medialane.gateway.http.access import (
     AccessKeys,
     RouteKind,
     given_key,
-    responding,
+    refuse_websocket,
     send_unauthorized,
 )
-from medialane.gateway.http.middleware import Scope, Send
 from medialane.gateway.http.responses import (
     REQUEST_ID,
     WITHOUT_LENGTH,
@@ -42,13 +39,14 @@ from medialane.gateway.http.responses import (
     usable_id,
 )
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
-from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
+from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge
 from medialane.gateway.models.model_name import ModelSearch, search_of
 from medialane.gateway.models.served_models import (
     GatewayRequest,
     Headers,
     Model,
     OfAllModels,
+    RefusedByModel,
     ServedModels,
     end_to_end,
     send_body,
@@ -57,6 +55,9 @@ from medialane.observability.logging import request_id
 from medialane.runtime.tasks import first_of
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneError, ModelRequired, ModelUnavailable
 
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Receive, Scope, Send
+
 logger = logging.getLogger(__name__)
 
 _MODEL = b"model="
@@ -64,17 +65,9 @@ _MODEL = b"model="
 #: Of a body that is passed on unread, whose limit the gateway knows.
 _NO_LIMIT = 1 << 62
 
-#: A handshake, which the server has answered to parse it.
-_HANDSHAKE = (
-    (b"connection", b"Upgrade"),
-    (b"upgrade", b"websocket"),
-    (b"sec-websocket-version", b"13"),
-    (b"sec-websocket-key", b"bWVkaWFsYW5lLXJvdXRlcg=="),
-)
-
 
 class Exchange:
-    """`path` is that of the request without `root_path`, `asked` the model in its query. What is read of its body is
+    """`path` is the request's without `root_path`, `asked` the model in its query. What is read of its body is
     charged to `memory` until a gateway has it."""
 
     def __init__(
@@ -82,8 +75,7 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self.path: str = scope["path"].removeprefix(root_path)
-        self.is_websocket: bool = scope["type"] == "websocket"
-        self.method: str = "GET" if self.is_websocket else scope["method"]
+        self.method: str = scope["method"]
         self.asked = _asked_model(scope["query_string"])
         self.has_body = self.method not in WITHOUT_BODY and (
             self.header(b"content-length") not in (b"", b"0") or bool(self.header(b"transfer-encoding"))
@@ -102,8 +94,6 @@ class Exchange:
         """Return the headers that a gateway gets, with the client's address."""
         removed = {CLIENT_HEADER} if self.has_body else {CLIENT_HEADER, b"content-length"}
         headers = [each for each in end_to_end(self.scope["headers"]) if each[0] not in removed]
-        if self.is_websocket:
-            headers = [each for each in headers if not each[0].startswith(b"sec-websocket-")] + list(_HANDSHAKE)
         return [*headers, address_header(self.scope)]
 
     def target(self, *, named: bool) -> bytes:
@@ -158,7 +148,7 @@ class Exchange:
 
     async def _relay(self, model: Model, request: GatewayRequest) -> None:
         """Raises ModelUnavailable, aiohttp.ClientError."""
-        async with model.gateways.opened(request) as response:
+        async with model.opened(request) as response:
             headers = end_to_end(response.raw_headers)
             if response.status in WITHOUT_LENGTH:
                 headers = [each for each in headers if each[0].lower() != b"content-length"]
@@ -272,8 +262,8 @@ class NameRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await receive()  # websocket.connect
-        send = responding(scope, send)
+            await refuse_websocket(send)
+            return
         exchange = Exchange(scope, receive, send, memory=self._memory, config=self._config, root_path=self._root_path)
         id_token = request_id.set(usable_id(given_id(scope)))
         own = IdentifiedSend(send, request_id.get())
@@ -281,6 +271,8 @@ class NameRouter:
             await self._serve(exchange, own)
         except ClientDisconnected:
             return
+        except RefusedByModel as refused:
+            await send_body(own, refused.answer.status, refused.answer.body, refused.answer.content_type)
         except MedialaneError as error:
             logger.info("%s %s: %s", exchange.method, exchange.path, error.message)
             await send_error(own, error, error_form({**scope, "path": exchange.path}))
@@ -346,7 +338,7 @@ def _identified(exchange: Exchange) -> Headers:
 def _is_of_any(exchange: Exchange) -> bool:
     """Return whether every model would give the same answer. A file of the page has a suffix, other paths have none."""
     is_file = exchange.path.startswith(PAGE_PATH) and "." in exchange.path.removeprefix(PAGE_PATH)
-    return exchange.path in _OF_ANY or exchange.is_websocket or exchange.method == "OPTIONS" or is_file
+    return exchange.path in _OF_ANY or exchange.method == "OPTIONS" or is_file
 
 
 #: Their endpoints find that the name is no adapter's either (`_maybe_get_adapters`), and do not list the others.

@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -28,11 +28,13 @@ from yarl import URL
 from medialane.gateway.http.access import STATE_PATH
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
-from medialane.gateway.http.middleware import Send
 from medialane.gateway.http.responses import NO_STORE, send_response
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable
 from medialane.wire.listener import has_listener
+
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Send
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,29 @@ class GatewayRequest(NamedTuple):
     expects_continue: bool = False
 
 
-class ModelGateways:
-    """The gateways of one model: a request goes to the one that has the fewest."""
+#: Names of adapters that are remembered for each model.
+MAX_LEARNED = 4096
 
-    def __init__(self, sockets: Sequence[str]) -> None:
-        self._sockets = sockets
-        self._in_flight = dict.fromkeys(sockets, 0)
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """What the router knows of a model: `label` is its table's name; `names` are from `--served-model-name`,
+    `adapters` from `--lora-modules`, `sockets` the paths at which its gateways listen."""
+
+    label: str
+    names: tuple[str, ...]
+    sockets: tuple[str, ...]
+    adapters: tuple[str, ...] = ()
+
+
+class Model:
+    """One model and its gateways: a request goes to the one that has the fewest."""
+
+    def __init__(self, served: ServedModel) -> None:
+        self.label = served.label
+        self.names = served.names
+        self.adapters = served.adapters
+        self._sockets = served.sockets
+        self._in_flight = dict.fromkeys(served.sockets, 0)
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     @asynccontextmanager
@@ -113,7 +132,7 @@ class ModelGateways:
         return self._sessions[path]
 
     def is_listening(self) -> bool:
-        """Return whether any of them accepts connections."""
+        """Return whether any of its gateways accepts connections."""
         return any(map(has_listener, self._sockets))
 
     async def close(self) -> None:
@@ -141,30 +160,6 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-#: Names of adapters that are remembered for each model.
-MAX_LEARNED = 4096
-
-
-class ServedModel(msgspec.Struct, frozen=True):
-    """What the router is told of a model: `label` is its table's name; `names` are from `--served-model-name`,
-    `adapters` from `--lora-modules`, `sockets` the paths at which its gateways listen."""
-
-    label: str
-    names: tuple[str, ...]
-    sockets: tuple[str, ...]
-    adapters: tuple[str, ...] = ()
-
-
-class Model:
-    """One of them, with its gateways."""
-
-    def __init__(self, served: ServedModel) -> None:
-        self.label = served.label
-        self.names = served.names
-        self.adapters = served.adapters
-        self.gateways = ModelGateways(served.sockets)
-
-
 class ServedModels:
     """All of them, in the order of the file, by the names of models and adapters. Adapters that are loaded at run time
     are learned from the models' lists."""
@@ -189,10 +184,10 @@ class ServedModels:
 
     def any_serving(self) -> Model:
         """Return the first model whose gateways listen; if none do, the first."""
-        return next((each for each in self.all if each.gateways.is_listening()), self.all[0])
+        return next((each for each in self.all if each.is_listening()), self.all[0])
 
     def learn(self, model: Model, names: Iterable[str]) -> None:
-        """Remember what a model lists; a name that is already that of another one stays so."""
+        """Remember what a model lists; a name that another model already has stays that model's."""
         self._learned = {name: each for name, each in self._learned.items() if each is not model}
         for name in list(names)[:MAX_LEARNED]:
             if (known := self.find(name)) is None:
@@ -203,7 +198,7 @@ class ServedModels:
 
     async def close(self) -> None:
         for each in self.all:
-            await each.gateways.close()
+            await each.close()
 
 
 MODELS_PATH = "/v1/models"
@@ -216,7 +211,7 @@ _NOT_ASKED = frozenset({b"content-length", b"content-type", b"accept", b"accept-
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 _HAS_LABEL = re.compile(rb'[{,]model_name="')
 
-Handler = Callable[[Headers, Send], Awaitable[None]]
+Handler = Callable[[Headers, "Send"], Awaitable[None]]
 
 
 class _Answer(NamedTuple):
@@ -226,8 +221,8 @@ class _Answer(NamedTuple):
     content_type: bytes = b"application/json"
 
 
-class _RefusedError(Exception):
-    """A model's answer is to be that of all."""
+class RefusedByModel(Exception):
+    """A model's answer is to be the answer for all models."""
 
     def __init__(self, answer: _Answer) -> None:
         super().__init__(answer.status)
@@ -250,14 +245,12 @@ class OfAllModels:
     def handler(self, method: str, path: str) -> Handler | None:
         """Return what answers a request that names no model; None if that must name one."""
         if path in _HEALTH_PATHS:
-            found: Handler | None = self._send_health
-        elif method != "GET":
-            found = None
-        elif path.startswith(METRICS_PATH):
-            found = self._send_metrics
-        else:
-            found = {MODELS_PATH: self._send_models, STATE_PATH: self._send_state}.get(path)
-        return None if found is None else _passing_refusals(found)
+            return self._send_health
+        if method != "GET":
+            return None
+        if path.startswith(METRICS_PATH):
+            return self._send_metrics
+        return {MODELS_PATH: self._send_models, STATE_PATH: self._send_state}.get(path)
 
     async def learn_names(self, headers: Headers) -> None:
         """Ask all models for their names, adapters included."""
@@ -294,13 +287,13 @@ class OfAllModels:
         await send_body(send, 200, msgspec.json.encode({"models": views}))
 
     async def _answers(self, path: str, headers: Headers, *, may_be_none: bool = False) -> Sequence[_Answer]:
-        """Return the good answers. Raises _RefusedError with one by which the caller is refused, and, unless there
+        """Return the good answers. Raises RefusedByModel with one by which the caller is refused, and, unless there
         `may_be_none`, with any other, or ModelUnavailable."""
         answers = [answer for answer in await self._ask_all(path, headers) if answer is not None]
         good = [answer for answer in answers if answer.status == 200]
         for answer in answers:
             if 400 <= answer.status < 500 or not (good or may_be_none):
-                raise _RefusedError(answer)
+                raise RefusedByModel(answer)
         if not (good or may_be_none):
             raise ModelUnavailable("no model serves yet")
         return good
@@ -313,7 +306,7 @@ class OfAllModels:
     async def _ask(self, model: Model, request: GatewayRequest) -> _Answer | None:
         body = bytearray()
         try:
-            async with model.gateways.opened(request, total_s=_TIMEOUT_S) as response:
+            async with model.opened(request, total_s=_TIMEOUT_S) as response:
                 async for piece in response.content.iter_any():
                     body += piece
                     if len(body) > _MAX_ANSWER_BYTES:
@@ -323,17 +316,6 @@ class OfAllModels:
         except (aiohttp.ClientError, TimeoutError, MedialaneError) as error:
             logger.debug("%s does not answer: %r", model.label, error)
             return None
-
-
-def _passing_refusals(handler: Handler) -> Handler:
-    async def respond(headers: Headers, send: Send) -> None:
-        try:
-            await handler(headers, send)
-        except _RefusedError as error:
-            answer = error.answer
-            await send_body(send, answer.status, answer.body, answer.content_type)
-
-    return respond
 
 
 def _health_of_all(models: ServedModels, answers: Sequence[_Answer | None]) -> Health:

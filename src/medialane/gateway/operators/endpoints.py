@@ -15,14 +15,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 
 from medialane.gateway.http.access import FILE_PATH, PAGE_PATH, REQUEST_PATH, REQUESTS_PATH, STATE_PATH
 from medialane.gateway.http.health import Health
-from medialane.gateway.http.metrics import AskOthers, no_others
+from medialane.gateway.http.metrics import AskOthers, decoded, no_others
 from medialane.gateway.http.responses import JSON, NO_STORE, header, query_fields, send_response
 from medialane.gateway.operators.state import (
     GatewayPart,
@@ -64,8 +64,6 @@ _PAGE_HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-
-V = TypeVar("V")
 
 
 class RequestList(msgspec.Struct):
@@ -139,7 +137,7 @@ class OperatorEndpoints:
         """Raises MedialaneError."""
         what, _, query = path.partition("?")
         if what == "part":
-            return msgspec.json.encode(await self._part(is_asked=False))
+            return msgspec.json.encode(await self._part())
         if what == "requests":
             return msgspec.json.encode(RequestList(self._own_requests(*_wanted(query))))
         record = self._recent.find(query_fields(query, ("id",)).get("id", ""))
@@ -154,7 +152,7 @@ class OperatorEndpoints:
         wanted, limit = _wanted(query)
         listed, missing = self._own_requests(wanted, limit), []
         for index, answer in (await self._ask_others(f"requests?{query}")).items():
-            if (theirs := _decoded(answer, RequestList)) is None:
+            if (theirs := decoded(answer, RequestList)) is None:
                 missing.append(index)
             else:
                 listed += theirs.requests
@@ -182,8 +180,8 @@ class OperatorEndpoints:
             if now - self._made_at < self._interval_s * 0.9:
                 return self._document
             others, _ = await asyncio.gather(self._ask_others("part"), self._refresh_store())
-            parts: dict[str, GatewayPart | None] = {self._index: await self._part(is_asked=True)}
-            parts |= {index: _decoded(answer, GatewayPart) for index, answer in others.items()}
+            parts: dict[str, GatewayPart | None] = {self._index: await self._part()}
+            parts |= {index: decoded(answer, GatewayPart) for index, answer in others.items()}
             await asyncio.sleep(0)
             state = await whole_state(
                 {index: parts[index] for index in sorted(parts, key=int)},
@@ -195,11 +193,10 @@ class OperatorEndpoints:
             self._document, self._made_at = msgspec.json.encode(state), now
             return self._document
 
-    async def _part(self, *, is_asked: bool) -> GatewayPart:
+    async def _part(self) -> GatewayPart:
         health = self._health()
         own = GatewayView(
             self._index,
-            is_asked,
             up=True,
             pid=os.getpid(),
             started_at=self._started_at,
@@ -221,14 +218,6 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._respond(scope, receive, send)
-
-
-def _decoded(answer: bytes | None, kind: type[V]) -> V | None:
-    """Return what another gateway has answered; None for nothing, and for what one of another version says."""
-    try:
-        return None if answer is None else msgspec.json.decode(answer, type=kind)
-    except msgspec.DecodeError:
-        return None
 
 
 async def _send_file(scope: Scope, _receive: Receive, send: Send) -> None:

@@ -43,7 +43,7 @@ STAGES = (
     "upload", "intake", "admission", "fetch", "prepare", "decode", "process", "assemble", "encode", "route", "handover",
     "queue", "prefill", "answer",
 )  # fmt: skip
-#: Over so many seconds are the sums of a part.
+#: Seconds over which a part has sums.
 WINDOW_S = 60.0
 #: Listed workers, running requests, decisions, and groups by tenant or origin.
 MAX_WORKERS, MAX_LIVE, MAX_DECISIONS, MAX_GROUPS = 100, 50, 20, 20
@@ -135,10 +135,9 @@ class RequestSums(Sums):
 
 
 class GatewayView(msgspec.Struct, frozen=True):
-    """One gateway of the port. That is `asked` which answers; one that is not `up` has not answered it."""
+    """One gateway of the port; one that is not `up` has not answered."""
 
     index: str
-    asked: bool
     up: bool
     pid: int | None = None
     started_at: float | None = None
@@ -216,7 +215,7 @@ def _decisions(recent: RecentRequests, gateway: str) -> Iterator[dict[str, objec
 
 
 async def _let_others_run(number: int) -> None:
-    """Wait for an iteration of the event loop after so many pieces of work."""
+    """Wait for an iteration of the event loop after a number of pieces of work."""
     if number % _PIECES == 0:
         await asyncio.sleep(0)
 
@@ -351,9 +350,7 @@ async def whole_state(
         version=medialane.__version__,
         model=model,
         window_s=WINDOW_S,
-        gateways=[
-            GatewayView(index, asked=False, up=False) if part is None else part.gateway for index, part in parts.items()
-        ],
+        gateways=[GatewayView(index, up=False) if part is None else part.gateway for index, part in parts.items()],
         store=store,
         workers=_workers([view for view in views if view.role == "worker"]),
         encoders=_workers([view for view in views if view.role == "encoder"]),

@@ -42,7 +42,7 @@ export function size(node, property, value) {
   if (node.style[property] !== value) node.style[property] = value;
 }
 
-/** Make the children of `parent` those of `items`, reusing nodes by key: `build` makes one, `fill` writes it. */
+/** Give `parent` one child per item of `items`, reusing nodes by key: `build` makes one, `fill` writes it. */
 export function list(parent, items, key, build, fill) {
   const old = parent.rows ?? new Map();
   const rows = new Map();

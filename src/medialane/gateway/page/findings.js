@@ -3,7 +3,7 @@
 
 import {ago, count, ms, percent, plural} from './draw.js';
 
-/** Less than so many requests or items say nothing. */
+/** Fewer requests or items than this say nothing. */
 const ENOUGH = 5, ENOUGH_ITEMS = 3;
 const LONG_MS = 1000;
 /** How much longer than elsewhere stands out. */
@@ -43,7 +43,7 @@ export function watchPauses({workers: {listed}, time}, pauses) {
 
 const badness = (worker) => (worker.isStuck ? 1e6 : worker.past.length + (worker.first_token_p95_ms >= LONG_MS ? 0.5 : 0));
 
-/** Those that do not respond, those that did not, those that are slow; the others in the order of the server. */
+/** Workers that do not respond, that did not, that are slow; the others in the order of the server. */
 export const worstFirst = (listed) => [...listed].sort((a, b) => badness(b) - badness(a));
 
 function gateways({gateways: all, workers}) {

@@ -8,11 +8,11 @@ import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
 
 /** Rows of each section: the worst or the latest. */
 const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_SENDERS = 5;
-/** From so many workers on there is a map of those that need attention first. */
+/** From this many workers on there is a map; workers that need attention come first. */
 const MAP_FROM = 9;
 const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
 const LEAST_MINUTES = 2, LONG_MS = 1000, ANSWER_MS = 5000;
-/** Requests that are asked for; more where only the page can tell which are wanted. */
+/** Number of requests that are asked for; more where only the page can select the wanted ones. */
 const ASKED = 60, SEARCHED = 400;
 
 /** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. If there are
@@ -77,7 +77,7 @@ function received(answer) {
 
 // ---- several models
 
-/** The state of the model that is shown: of the one that was chosen, else of the first that serves. */
+/** The state of the model that is shown: of the one that was chosen, otherwise of the first that serves. */
 function stateIn(answer) {
   show(find('#models'), Boolean(answer.models));
   if (!answer.models) return answer;
@@ -139,7 +139,7 @@ async function askForRequests() {
   if (page.served && !wanted.model) query.set('model', page.served);
   if (wanted.slow) query.set('slow', requests.SLOW_MS);
   if (wanted.failed) query.set('failed', true);
-  if (!requests.isFiltered()) query.set('live', false); // the state has those that run
+  if (!requests.isFiltered()) query.set('live', false); // the state has the running ones
   const {status, body} = await ask(`requests?${query}`);
   if (turn !== page.turn) return; // the filter has changed since
   if (!page.isGone) page.asking = setTimeout(askForRequests, 1000 * POLL_S);
@@ -339,7 +339,7 @@ function drawRequests() {
   requests.offer('worker', workers.listed.map((worker) => worker.name), 'All workers');
   const wanted = requests.filters();
   const matching = views.filter((view) => requests.wants(view, wanted));
-  // Those that run, the longest first; then those that have ended, the latest first.
+  // Running ones, the longest first; then ended ones, the latest first.
   matching.sort((a, b) => Boolean(b.stage) - Boolean(a.stage) || (a.stage ? a.received_at - b.received_at : b.received_at - a.received_at));
   requests.drawRequests(matching, {live: isFiltered ? null : live.num, now: time, silent: new Set(workers.listed.filter((worker) => worker.isStuck).map((worker) => worker.name))});
 }
@@ -392,7 +392,7 @@ function fillWorker(row, worker) {
   say(encoder, cache?.size ? `${count(cache.used)} of ${count(cache.size)} embeddings of media; a full cache is usual, the oldest make room` : 'no encoder cache');
 }
 
-/** A square for each worker that is listed, those that need attention first. */
+/** A square for each listed worker; workers that need attention come first. */
 function drawMap(num, listed) {
   const map = find('#worker-map');
   show(map, num >= MAP_FROM);
@@ -549,7 +549,7 @@ find('#detail-close').addEventListener('click', close);
 
 const whole = (id) => ask(`requests/${encodeURIComponent(id)}${page.served ? `?${new URLSearchParams({model: page.served})}` : ''}`);
 
-/** Open a request of which only the id is known. */
+/** Open a request whose id alone is known. */
 async function openRequest(id) {
   const {status, body} = await whole(id);
   if (status === 200 && body) requests.openDetail(body);

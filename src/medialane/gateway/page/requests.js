@@ -48,7 +48,7 @@ const hasModality = (view, modality) =>
 const said = (view) => [view.id, view.model, view.tenant, view.worker, view.error?.code, view.path,
   ...view.items.map((item) => item.origin)].filter(Boolean).join(' ').toLowerCase();
 
-/** Offer what there is; a choice stays, also when there is nothing of it now. */
+/** Offer the present values; a choice stays, even if no request has it now. */
 export function offer(name, values, all) {
   const select = form.elements[name];
   const wanted = [...new Set([...values, select.value].filter(Boolean))].sort();
@@ -265,7 +265,7 @@ function choices(view) {
 /** What the choice of a worker was compared by, in ms. */
 export const costOf = (decision) => Object.values(decision.cost_ms ?? {}).reduce((all, part) => all + part, 0);
 
-/** A cost beside that of the choice. */
+/** A cost beside the choice's. */
 export const costText = (cost, chosen) => (ms(cost) === ms(chosen) ? 'equal' : ms(cost));
 
 function choiceLines(decision) {

@@ -1,7 +1,7 @@
 // The stages that a request passes, in order, and where a request's time went.
 
 /** What operators see: `parts` are the stages that one place on the page shows together, since a request that is there
- * cannot be told apart from outside; `steps` are the names in the API. */
+ * cannot be distinguished from outside; `steps` are the names in the API. */
 export const PARTS = [
   {name: 'upload', title: 'Upload', steps: ['upload', 'intake', 'admission'], text: 'The body is read and checked, and the request admitted.'},
   {name: 'fetch', title: 'Fetch', steps: ['fetch'], text: 'Media are looked up in the cache, or fetched from their URL.'},

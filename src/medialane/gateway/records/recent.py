@@ -61,8 +61,8 @@ class RequestFilter(msgspec.Struct, frozen=True):
 class RecentRequests:
     """All requests of a gateway whose clients send a body. One event loop."""
 
-    def __init__(self, rates: RequestRates | None = None) -> None:
-        self.rates = rates or RequestRates()
+    def __init__(self) -> None:
+        self.rates = RequestRates()
         self._live: dict[int, RequestRecord] = {}
         self._last: deque[RequestRecord] = deque(maxlen=SIZE)
         self._failed: deque[RequestRecord] = deque(maxlen=MARKED_SIZE)

@@ -32,13 +32,13 @@ ItemOutcome = Literal["hit", "shared", "new", "sent"]
 #: not kept.
 EmbeddingOutcome = Literal["unneeded", "loaded", "encoded", "unkept"]
 
-#: Digits of a hash that are shown: they tell items apart, and find no content.
+#: Digits of a hash that are shown: they distinguish items, and find no content.
 HASH_DIGITS = 8
 
 #: Longest text of a client's, or of an error, that is kept.
 MAX_CHARS = 200
 
-#: Of a message or URL, so many are read.
+#: Most characters that are read of a message or URL.
 _MAX_READ_CHARS = 8192
 
 _URL = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]++)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
@@ -257,7 +257,7 @@ class RequestRecord:
         """Record the first output of a prompt, which was sent by this decision: how many of its tokens the engine had
         in its KV cache, what it did about embeddings, by the mm_hash of the item, and by what the store of the worker's
         host has copied media. `times` are when the prompt was sent and when it had its first token (perf_counter); of
-        several prompts that of the earliest first token counts, whichever answer is complete first."""
+        several prompts, the one with the earliest first token counts, whichever answer is complete first."""
         sent_at, first_token_at = times
         first_token_ms = (first_token_at - sent_at) * 1000
         if self.first_token_at is None or first_token_at < self.first_token_at:

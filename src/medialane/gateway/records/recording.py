@@ -61,10 +61,10 @@ _CLOSE_S: Final = 3.0
 _MAX_PIECES: Final = 1024
 #: Raised when a reader of older lines would misunderstand newer ones.
 RECORDING_FORMAT = 1
-#: Members by which clients tell their users apart.
+#: Members by which clients distinguish their users.
 _USERS = ("user", "safety_identifier", "prompt_cache_key")
 _SALT = "cache_salt"
-#: Of a prompt without messages, whose beginning tells conversations apart.
+#: Characters of a prompt without messages: its beginning distinguishes conversations.
 _PROMPT_CHARS = 256
 #: Of media that are encoded without a pause, in which the event loop waits: 0.1 ms. Divisible by 3, for base64.
 _PIECE_BYTES = 384 * 1024

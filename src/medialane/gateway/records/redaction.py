@@ -2,8 +2,8 @@
 
 Theory of operation. Each word becomes another of the same length, from a keyed hash of all words before it in its
 string. So equal beginnings stay equal beginnings, which prefix caches depend on, but a word that occurs twice has two
-replacements: they cannot be told by how often they occur. What stays are lengths, line breaks, the structure of the
-JSON, and the strings that servers interpret (roles, types, formats, names of functions).
+replacements: they cannot be inferred from how often they occur. What stays are lengths, line breaks, the structure of
+the JSON, and the strings that servers interpret (roles, types, formats, names of functions).
 
 A stand-in is the URL for media whose size alone is kept: `medialane:sample/image/KEY?width=1024&height=768`.
 Equal media have equal keys, so whatever is made of a stand-in is found in caches where the original was.

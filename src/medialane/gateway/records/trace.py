@@ -32,8 +32,8 @@ from medialane.types.request import EngineRequest, OutputDelta
 if TYPE_CHECKING:
     from medialane.gateway.request.transfer_paths import TransferPath
 
-#: The operation of GenAI's semantic conventions, by path. Others are named by method and path, and by the
-#: method alone if the path is not in this table: a client chooses the path.
+#: The operation of GenAI's semantic conventions, by path. Others are named by method and route: a client chooses the
+#: path.
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/chat/completions/batch": "chat",
@@ -43,10 +43,6 @@ _OPERATIONS: Final = {
     "/inference/v1/generate": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-_PATHS: Final = frozenset({
-    *_OPERATIONS, "/v1/audio/transcriptions", "/v1/audio/translations", "/pooling", "/classify", "/score", "/v1/score",
-    "/rerank", "/v1/rerank", "/v2/rerank", "/v2/embed", "/tokenize", "/detokenize", "/medialane/v1/media",
-})  # fmt: skip
 _NOT_TRACED: Final = frozenset({"/health", "/ping", "/metrics"})
 _METHODS: Final = frozenset({"POST", "PUT"})
 _TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
@@ -69,7 +65,7 @@ class RequestTracing:
         path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         if scope["method"] not in _METHODS or path in _NOT_TRACED:
             return None
-        return RequestTrace(self, scope, path if path in _PATHS else "", record)
+        return RequestTrace(self, scope, _OPERATIONS.get(path), record)
 
 
 class AttemptTrace:
@@ -89,10 +85,12 @@ class AttemptTrace:
 class RequestTrace:
     """Begun and ended by the outermost middleware. `headers` make the spans of other processes children of the root."""
 
-    def __init__(self, tracing: RequestTracing, scope: Mapping[str, Any], path: str, record: RequestRecord) -> None:
+    def __init__(
+        self, tracing: RequestTracing, scope: Mapping[str, Any], operation: str | None, record: RequestRecord
+    ) -> None:
         self._tracing = tracing.tracing
         self._model = tracing.model
-        self._method, self._path = scope["method"], path
+        self._method, self._operation = scope["method"], operation
         self._record = record
         #: What is measured is added to the time at the start: steps of the clock move no span.
         self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
@@ -112,8 +110,9 @@ class RequestTrace:
 
     @property
     def _name(self) -> str:
-        operation = _OPERATIONS.get(self._path)
-        return f"{self._method} {self._path}".rstrip() if operation is None else f"{operation} {self._model}"
+        if self._operation is None:
+            return f"{self._method} {self._record.path}".rstrip()
+        return f"{self._operation} {self._model}"
 
     @contextmanager
     def attempt(self, request: EngineRequest, worker: str, path: TransferPath | None) -> Iterator[AttemptTrace | None]:
@@ -192,18 +191,18 @@ class RequestTrace:
         return attributes
 
     def _attributes(self) -> Attributes:
-        record, operation = self._record, _OPERATIONS.get(self._path)
+        record = self._record
         attributes: Attributes = {
             "http.request.method": self._method,
             "medialane.request.id": record.id,
             "medialane.cache": record.timeline.cache,
             "medialane.num_items": record.num_items,
         }
-        attributes |= {"http.route": self._path} if self._path else {}
+        attributes |= {"http.route": record.path} if record.path else {}
         attributes |= {} if record.status is None else {"http.response.status_code": record.status}
-        if operation is not None:
+        if self._operation is not None:
             attributes |= {
-                "gen_ai.operation.name": operation,
+                "gen_ai.operation.name": self._operation,
                 "gen_ai.provider.name": "vllm",
                 "gen_ai.request.model": record.model or self._model,
                 "gen_ai.request.stream": bool(record.streams),

@@ -172,7 +172,7 @@ def _stages_ms(timeline: StageTimeline, live: StageTimeline | None, shared_ms: f
 
 
 def log_end(method: str, path: str, record: RequestRecord) -> None:
-    """Write the line of a request that has ended. `path` is the client's; that of its route is preferred."""
+    """Write the line of a request that has ended. `path` is the client's; its route's path is preferred."""
     view = request_view(record)
     if view.path in _PROBES:
         return

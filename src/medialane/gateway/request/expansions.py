@@ -5,7 +5,7 @@ If a worker expands it, its first output reports the expanded prompt and the pos
 prompts with the same items are expanded here as well. An item that no worker has reported is in no worker's cache
 either: the prompt is known up to it, and nothing after it could be cached.
 
-What is learned is checked: the tokens between the items must equal those of the source. For a model that moves or
+What is learned is checked: the tokens between the items must equal the source's. For a model that moves or
 rewrites them, nothing is learned, and requests are routed by the tokens before their media. A wrong prediction costs
 time, never correctness.
 """

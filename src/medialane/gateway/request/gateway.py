@@ -79,7 +79,7 @@ class Gateway:
         plain: PlainHashes | None = None,
     ) -> None:
         """`counts` are what the gateways of a port count together. With `has_priorities`, engines are scheduled by
-        priority (vLLM's --scheduling-policy). The hashes of prompts are those of `plain`, if it is given."""
+        priority (vLLM's --scheduling-policy). The hashes of prompts are computed by `plain`, if it is given."""
         self._config = config
         self._transports = transports
         self._features = features
@@ -224,7 +224,7 @@ class Gateway:
             raise error.at("features") from error
         for item, given, place in zip(items, ranges, placed, strict=True):
             if place is None:
-                message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
+                message = f"the prompt's {given.length} tokens at {given.offset} do not belong to this item"
                 raise InvalidRequest(message, param=placeholder_field(item.ref))
         places = [place for place in placed if place is not None]
         scope.record.prepared(items, [place.num_embeds for place in places])

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMedia:
-    """The items of one prompt (a `core.feature.StagedMedia`). The request's scope owns all their leases."""
+    """The items of one prompt (implements `types.feature.StagedMedia`). The request's scope owns all their leases."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class PlainHashes:
         for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
             content = item.content_hash or ""
             (fetched[content],) = self._features.tensors(item.feature)
-            # Those of leased media are found by their lease.
+            # Leased media are found by their lease.
             url = items[number].url if is_leased(items[number].url) else None
             items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
         return msgspec.structs.replace(prompt, items=tuple(items)), fetched

@@ -62,7 +62,7 @@ class Routes:
         block_ids: dict[int, BlockIds] | None = None,
     ) -> Route:
         """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
-        on. `block_ids` are those that `new_items` has computed of this prompt. Raises NoWorkerReady."""
+        on. `block_ids` were computed for this prompt by `new_items`. Raises NoWorkerReady."""
         prefix = self._prefix(request, prepared)
         if request.generated and not prefix.unplaced_items:
             prefix = prefix._replace(token_ids=prefix.token_ids + request.generated)
@@ -168,7 +168,7 @@ class Routes:
     def _block_ids(
         self, request: EngineRequest, prefix: PromptPrefix, known: dict[int, BlockIds]
     ) -> dict[int, BlockIds]:
-        """Return the prompt's block ids by each block size of the workers, of which some may be `known`."""
+        """Return the prompt's block ids by each block size of the workers; some may be `known`."""
         sizes = self._router.block_sizes
         if known.keys() >= set(sizes):
             return {size: known[size] for size in sizes}

@@ -59,17 +59,17 @@ logger = logging.getLogger(__name__)
 #: A worker that is lost so soon after a request was sent to it, and has not answered it, may have been ended by it.
 SUSPICIOUS_S = 2.0
 
-#: After so many of them the request is refused.
+#: Number of lost workers after which the request is refused.
 _NUM_SUSPICIOUS = 2
 
-#: So long it is waited before that for one of them to connect again: then only its connection was cut.
+#: Time before that in which one of them may connect again: then only its connection was cut.
 _BACK_S = 2.0
 
-#: Requests that have moved and have no output of their new worker yet, per ready worker: those of a lost one come all
-#: at once, and new requests must not wait behind all of their prefills.
+#: Requests that have moved and have no output of their new worker yet, per ready worker: requests of a lost one come
+#: all at once, and new requests must not wait behind all of their prefills.
 MOVING_PER_WORKER = 16
 
-#: So long at most each counts: of an answer that is not streamed, the first output is the last.
+#: Most seconds that each counts: of an answer that is not streamed, the first output is the last.
 _MOVING_S = 1.0
 
 _MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
@@ -91,8 +91,8 @@ class Call(NamedTuple):
     """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
     message: `prepared` is None, as is its only path.
 
-    `lost` are the names of the workers that were lost with it, in order, of which it may have ended the `suspects`;
-    `busy` are those whose engines had no room for it. `ticket` is that of the queue before the engines, if there is
+    `lost` are the names of the workers that were lost with it, in order; it may have ended the `suspects` among them;
+    `busy` are workers whose engines had no room for it. `ticket` is from the queue before the engines, if there is
     one. `continuable` is None if its answer, once begun, cannot go on.
     """
 
@@ -183,7 +183,7 @@ class RequestRunner:
         scope: RequestScope,
         continuable: Continuable | None,
     ) -> Call:
-        """Wait until the request may be sent to an engine, and choose that of a worker. Raises NoWorkerReady,
+        """Wait until the request may be sent to an engine, and choose a worker. Raises NoWorkerReady,
         QueueFull, QueueTimeout."""
         request = msgspec.structs.replace(request, cache_salt=scope.salt(request.cache_salt))
         block_ids: dict[int, BlockIds] = {}
@@ -257,7 +257,7 @@ class RequestRunner:
                         for completion in completions:
                             choice.add(completion)
                         yield msgspec.structs.replace(delta, completions=completions, finished=choice.is_finished)
-                        if choice.is_finished:  # by a stop string, of which the worker knows nothing
+                        if choice.is_finished:  # by a stop string that the worker does not know
                             return
             except WorkerLost as again:
                 if not attempts.has_begun:
@@ -384,7 +384,7 @@ class RequestRunner:
         return num_items > 0
 
     def untransferable(self, error: MedialaneError, prepared: PreparedPrompt | None) -> MedialaneError:
-        """Return the error of a request of which no attempt is left, after the last one's: a failed hand-over is a
+        """Return the error of a request without further attempts, after the last one's: a failed hand-over is a
         matter of ours."""
         if not isinstance(error, HandoverFailed):
             return error
@@ -465,8 +465,8 @@ class Attempts:
         return remote
 
     def _begin(self, first: OutputDelta) -> None:
-        """Record the first output. That of an answer that goes on is about a prompt of ours, which says nothing of the
-        client's."""
+        """Record the first output. The first one of an answer that goes on is about a prompt of ours, which says
+        nothing of the client's."""
         self.has_begun = True
         self._end_turn()
         call, timeline = self.call, self.call.scope.timeline

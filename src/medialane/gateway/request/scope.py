@@ -55,7 +55,7 @@ class Failure(msgspec.Struct, frozen=True):
 class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
-    `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
+    `memory` is charged by what is made of its media in this process. `references` come from intake. `client` is the
     digest of the API key that came with it, `tenant` whose that is (`--keys`). With `has_own_cache` it finds only what
     requests of its owner have cached. `trace` is None unless it is traced.
 
@@ -63,7 +63,7 @@ class RequestScope:
     line of the log.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
-    queues, `arrival` is the request among those that wait there, unless it `passes_by`, and `preparation` that of its
+    queues, `arrival` is the request among the waiting ones there, unless it `passes_by`, and `preparation` that of its
     media.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one). `record` is what remains of
@@ -95,7 +95,7 @@ class RequestScope:
 
     @property
     def owner(self) -> str:
-        """Whose media it may refer to: the tenant's, or those of its API key."""
+        """Whose media it may refer to: the tenant's, or its API key's."""
         return self.client if self.tenant is None else f"{TENANT}{self.tenant.name}"
 
     def salt(self, given: str | None) -> str | None:
@@ -168,7 +168,7 @@ class RequestScope:
         if self.extracted.parse_error is not None:
             raise InvalidBody(f"media cannot be extracted from this request's JSON: {self.extracted.parse_error}")
         if number is None or number >= len(refs):
-            raise InvalidMediaUrl("media are not accepted at this place of the request, or are those of an earlier one")
+            raise InvalidMediaUrl("media are not accepted at this place of the request, or belong to an earlier one")
         return refs[number]
 
     def quoting_client(self, document: bytes, *, is_error: bool) -> bytes:
@@ -177,7 +177,7 @@ class RequestScope:
         return self.references.quoting_client(document, refs, is_error=is_error) if refs else document
 
     def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
-        """Record `error` as the response. The first one counts: later ones are its consequences, as are those after
+        """Record `error` as the response. The first one counts: later ones are its consequences, as are errors after
         the client has disconnected."""
         if self.failure is None and not isinstance(self._ended_by, ClientDisconnected):
             self.failure = Failure(to_report(error), app_responds)

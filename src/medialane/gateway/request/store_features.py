@@ -254,7 +254,7 @@ class StoreFeatures:
 
     async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> StagedItem:
         """Return the feature of tensors that a client has sent, which are written to the arena unless it has them. Its
-        key is that of the tensors: it is the content hash of the result and of its reference."""
+        key is the tensors': it is the content hash of the result and of its reference."""
         num_bytes = sum(spec.nbytes for spec in item.specs)
         self._check_fits(ref, num_bytes)
         content = await self._fairness.run(
@@ -291,7 +291,7 @@ class StoreFeatures:
         return np.frombuffer(data, np.float32)
 
     async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
-        """Return a copy of the samples as a file (`core.wave`)."""
+        """Return a copy of the samples as a file (`wave_bytes`)."""
         return await self._fairness.run(samples.nbytes, lambda: wave_bytes(samples, sample_rate))
 
     async def publish(self, entry: ArenaRange) -> bytes:
@@ -326,7 +326,7 @@ class StoreFeatures:
             content = await self._fairness.run(len(data), lambda: content_hash(data))
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
 
-    async def _ask(  # noqa: PLR0917 - they are those of `_find`
+    async def _ask(  # noqa: PLR0917 - the same as of `_find`
         self, ref: MediaRef, call: Callable[[int], Call], timeline: StageTimeline, budget: ImageBudget, form: Form
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Transport(ABC):
-    """The gateway's end. With --transport auto all are allowed, otherwise those that have the value in `choices`."""
+    """The gateway's end. With --transport auto all are allowed, otherwise transports that have the value in
+    `choices`."""
 
     #: In metrics, logs and reports.
     name: ClassVar[str]
@@ -81,7 +82,7 @@ class ShmTransport(Transport):
 
 
 class PullTransport(Transport):
-    """With each entry goes the right to copy it (`core.remote_entry`). `mover` is the operator's choice of a mover."""
+    """With each entry goes the right to copy it (`types.feature.RemoteEntry`). `mover` is the operator's choice."""
 
     name = "pull"
     choices = ("tcp", "nixl")

@@ -279,7 +279,7 @@ class ClientRequests:
         remote.on_release()
 
     def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
-        """Abort all requests, or those that another worker can take over; their iterations raise `error`."""
+        """Abort all requests, or the ones that another worker can take over; their iterations raise `error`."""
         for remote in list(self._requests.values()):
             if remote.can_move or not only_movable:
                 remote.abort(error)

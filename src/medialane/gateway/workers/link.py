@@ -123,7 +123,7 @@ class WorkerLink:
 
     @property
     def worker_id(self) -> str:
-        """That of the worker's run; empty if it is not connected."""
+        """The id of the worker's run; empty if it is not connected."""
         client = self.client
         return "" if client is None else client.welcome.worker_id
 
@@ -180,7 +180,8 @@ class WorkerLink:
         return True
 
     def fail(self, error: MedialaneError, *, only_movable: bool = False) -> None:
-        """Abort this gateway's requests at the worker, or those that another one can take over: they raise `error`."""
+        """Abort this gateway's requests at the worker, or the ones that another worker can take over: they raise
+        `error`."""
         if (client := self.client) is not None:
             client.requests.fail(error, only_movable=only_movable)
 

@@ -40,8 +40,8 @@ def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
 
 
 class WorkerPool:
-    """All links, by name. `run` keeps those with an address connected. `new_link` makes the link of a worker that joins
-    (its address is empty), whose `processor` settings must be compatible with those of the gateway."""
+    """All links, by name. `run` keeps links with an address connected. `new_link` makes the link of a worker that joins
+    (its address is empty), whose `processor` settings must be compatible with the gateway's."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WorkerPool:
         self._card: ModelCard | None = None
         self._outage = Outage()
         self._changes = asyncio.Event()
-        #: The workers that take requests, and those whose engine does not go on: counted when a link reports a change,
+        #: The workers that accept requests, and workers whose engine is stalled: counted when a link reports a change,
         #: since both are read for each request.
         self._ready: set[WorkerLink] = set()
         self._stalled: set[WorkerLink] = set()
@@ -238,7 +238,7 @@ class WorkerPool:
 
 
 def on_hosts_of(lost: Iterable[str], addresses: Mapping[str, str]) -> frozenset[str]:
-    """Return the names `lost`, and those of the workers that are at the same TCP hosts, by the `addresses` of all. That
+    """Return the names `lost`, and the names of workers at the same TCP hosts, by the `addresses` of all. That
     of a worker that has joined is unknown."""
     lost = frozenset(lost)
     hosts = {_tcp_host(addresses.get(name, "")) for name in lost} - {""}

@@ -99,7 +99,7 @@ def simulated_scheduler(config: SimulatedConfig, *, mask: int = 0) -> Scheduler:
 
 
 class _Output:
-    """The outputs of one request's choices, of which `num_unfinished` go on."""
+    """The outputs of one request's choices; `num_unfinished` of them go on."""
 
     def __init__(self, request_id: str, num_choices: int) -> None:
         self.request_id = request_id
@@ -171,7 +171,7 @@ class SimulatedEngine:
     """
 
     def __init__(self, config: SimulatedConfig, *, model: str) -> None:
-        """`model` is that of the card; if it is a folder, tokens are decoded with its vocabulary."""
+        """`model` is the card's; if it is a folder, tokens are decoded with its vocabulary."""
         self.card = simulated_card(config, model)
         self._config = config
         self._scheduler = simulated_scheduler(config, mask=secrets.randbits(64))

@@ -255,7 +255,7 @@ class Scheduler:
             step.num_embeds += size
 
     def _extend(self, sequence: SimulatedSequence, num_tokens: int) -> None:
-        """Allocate blocks for the next tokens, and store those that will be full."""
+        """Allocate blocks for the next tokens, and store blocks that will be full."""
         total = sequence.num_computed + num_tokens
         missing = self._num_blocks(total) - len(sequence.blocks)
         if missing > 0:

@@ -152,7 +152,7 @@ FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS = 264, 240
 
 
 class AnswerTokens:
-    """The tokens that follow others. `mm_hashes` are those of the prompt's items, in the order of their
+    """The tokens that follow others. `mm_hashes` are the prompt's items' hashes, in the order of their
     placeholders."""
 
     def __init__(self, token_ids: Sequence[int], mm_hashes: Iterable[str] = (), seed: int | None = None) -> None:
@@ -236,7 +236,7 @@ def sequence_of(
     params: SimulatedParams,
     max_tokens: int,
 ) -> SimulatedSequence:
-    """Return the sequence of a request; `embeddings` are those of its items, or empty. Its output goes on behind what
+    """Return the sequence of a request; `embeddings` are its items', or empty. Its output goes on behind what
     was `generated` before, which counts as prompt.
 
     Raises InvalidFeature for an item without a placeholder inside the prompt.

@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole response. `document` is its JSON, or its text; `events` are those of a stream, without `[DONE]`.
+    """A whole response. `document` is its JSON, or its text; `events` are a stream's, without `[DONE]`.
 
     `report` is medialane's report on the request, if it was asked for one. Status 0: there was no response, and
     `document` says why.

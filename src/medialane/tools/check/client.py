@@ -59,8 +59,8 @@ class CheckClient:
         return next((sample.labels["reason"] for sample in kept if not sample.value), "")
 
     async def predicted(self, metrics_key: str) -> tuple[str, ...]:
-        """Return the modalities of which medialane knows an item's tokens from the size of its media, from the metrics.
-        Raises StartupFailed."""
+        """Return the modalities for which medialane knows an item's tokens from the size of its media, from the
+        metrics. Raises StartupFailed."""
         predicted = await self._samples("medialane_headers_predicted", metrics_key)
         return tuple(sorted(sample.labels["modality"] for sample in predicted if sample.value))
 

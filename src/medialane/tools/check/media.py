@@ -1,4 +1,4 @@
-"""Media of the check: parts of messages, the items whose tensors are compared, and how many of which plain vLLM accepts
+"""Media of the check: parts of messages, the items whose tensors are compared, and how many of them plain vLLM accepts
 in a prompt. They are generated: nothing is read from the network.
 """
 
@@ -97,7 +97,7 @@ def small(modality: str) -> Part:
 
 
 def damaged(modality: str) -> Part:
-    """Return an item of which only the beginning is left."""
+    """Return an item that is cut off after its beginning."""
     part = {"image": partial(image, 3, 200, 150), "video": partial(video, 3, 8), "audio": partial(audio, 350)}[
         modality
     ]()
@@ -120,13 +120,13 @@ def _turned(seed: int, width: int, height: int) -> bytes:
 
 TURNED, TRANSPARENT = "image turned by EXIF", "image with transparency"
 
-#: What a trainer does about an item of which Hugging Face's processor makes other tensors, by the item's name.
+#: What a trainer does about an item for which Hugging Face's processor makes other tensors, by the item's name.
 ADVICE: Mapping[str, str] = {
     TURNED: "vLLM turns images as their EXIF data say: pass Hugging Face's processor ImageOps.exif_transpose(image)",
     TRANSPARENT: "vLLM lays transparent images over white: flatten them for Hugging Face's processor",
 }
 
-#: How each item is made, by modality and name. Shapes include those of the trial at start.
+#: How each item is made, by modality and name. Shapes include the ones of the trial at start.
 ITEMS: Mapping[Modality, Mapping[str, Callable[[], bytes]]] = {
     "image": {
         "image 512x384": partial(sample_jpeg, 0, 512, 384),

@@ -100,7 +100,7 @@ _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 
 
 class CaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`largest_difference` is that of two numbers, such as logprobs; `has_effect` is false for a variation of a case
+    """`largest_difference` is between two numbers, such as logprobs; `has_effect` is false for a variation of a case
     that plain vLLM answers like the case itself. The last fields are from medialane's report on the request;
     `embeddings` is what the worker did about the items' embeddings, each outcome once."""
 
@@ -121,7 +121,7 @@ class CaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
 class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """`limits` are the most items of each modality in a prompt; `notes` what is missing or proves little, and why.
     `no_embeddings` is why the worker keeps no outputs of its encoder; empty if it does. `predicted` are the modalities
-    of which an item's tokens are known from the size of its media (None in reports of older versions)."""
+    for which an item's tokens are known from the size of its media (None in reports of older versions)."""
 
     model: str
     medialane: str

@@ -105,7 +105,7 @@ class CheckProgress:
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A ready server. `base_url` is that of an OpenAI client (it ends in /v1), `model` the model name in requests;
+    """A ready server. `base_url` is for an OpenAI client (it ends in /v1), `model` the model name in requests;
     `process_id` is the leader of its process group. `log` has its output, unless that is shown on the terminal."""
 
     base_url: str
@@ -183,7 +183,7 @@ def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) ->
 
 def free_port(num_in_row: int = 1, ports: range = PORTS) -> int:
     """Return a port that is free now, the first of `num_in_row`, which no other call returns, in any process of this
-    host, while this process lives: servers take many seconds until they listen. They are not among those that the
+    host, while this process lives: servers take many seconds until they listen. They are not among the ports that the
     kernel gives to other sockets meanwhile (ip_local_port_range, ip(7)). Raises OSError if none of `ports` is."""
     firsts = list(range(ports.start, ports.stop - num_in_row + 1))
     random.shuffle(firsts)
@@ -319,7 +319,7 @@ _NOTHING_TO_COMPARE = "plain vLLM alone does not start with this model and these
 class Launch:
     """How plain vLLM and medialane are started to be compared.
 
-    `environ` is the whole environment of plain vLLM, `own_environ` that of medialane, its settings included;
+    `environ` is the whole environment of plain vLLM, `own_environ` medialane's, its settings included;
     `metrics_key` opens medialane's metrics; `logs` is a folder for their output. `plain_program` starts plain vLLM,
     `plain_flags` are further flags for it alone.
     """

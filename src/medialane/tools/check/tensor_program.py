@@ -2,7 +2,7 @@
 
 A process of its own, since vLLM reads its environment when it is imported, and a family's code may crash. It loads the
 model's configuration and processors, no weights, and needs no engine and no store. Our tensors are made by the code of
-preparers, from the same encoded bytes as those of the others.
+preparers, from the same encoded bytes as the others.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def run(task: TensorTask) -> TensorReport:
     items = tuple(_compared(comparison, task))
     if not items:
         taken = ", ".join(sorted(comparison.modalities))
-        raise StartupFailed(f"no item is to be compared: --only matches none of those of {taken}")
+        raise StartupFailed(f"no item is to be compared: --only matches no item of {taken}")
     return TensorReport(
         model=task.model,
         medialane=__version__,

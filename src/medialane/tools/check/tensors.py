@@ -22,7 +22,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.media import Modality
 from medialane.types.tensor import Comparison, FieldComparison, PixelNormalisation, Relation
 
-#: Whose tensors: plain vLLM's, medialane's, those of Hugging Face's `AutoProcessor`.
+#: Whose tensors: plain vLLM's, medialane's, and of Hugging Face's `AutoProcessor`.
 Source = Literal["plain", "ours", "hugging_face"]
 
 
@@ -35,8 +35,8 @@ class TensorTask(msgspec.Struct, frozen=True):
 
 
 class ItemTensors(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One item. `stage` is the one in which medialane serves such items. `errors` are of those that refuse it; if plain
-    vLLM or medialane does, there are no fields."""
+    """One item. `stage` is the one in which medialane serves such items. `errors` are of the programs that refuse it;
+    if plain vLLM or medialane does, there are no fields."""
 
     item: str
     modality: Modality

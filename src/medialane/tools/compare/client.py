@@ -24,7 +24,7 @@ from medialane.types.errors import StartupFailed
 #: Members of `Reply`.
 Fields = dict[str, Any]
 
-#: Endpoints whose events have a type: Responses, and Anthropic's messages. Those of others have choices.
+#: Endpoints whose events have a type: Responses, and Anthropic's messages. Events of others have choices.
 TYPED: Final = frozenset(("/v1/responses", "/v1/messages"))
 _DONE: Final = b"[DONE]"
 #: The last events of streams that do not end with DONE.
@@ -38,7 +38,7 @@ _REPORT: Final = {"X-Medialane-Report": "true"}
 _TOKEN_IDS: Final = "return_token_ids"  # noqa: S105 - a member of vLLM's requests
 _WARM_UP: Final = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 _CHAT: Final = "/v1/chat/completions"
-#: Endpoints with choices, of which vLLM returns token ids.
+#: Endpoints with choices, for which vLLM returns token ids.
 _WITH_CHOICES: Final = frozenset((_CHAT, "/v1/completions"))
 _FILE: Final = "file_url"
 #: vLLM's metrics, which medialane's gateway has as well, by our names for them.
@@ -78,10 +78,10 @@ class Served(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`number` is that of the request. Status 0: there was no whole response, and `error` says why.
+    """`number` is the request's. Status 0: there was no whole response, and `error` says why.
 
     `sent_s` is when it was sent, in seconds of the turn, `late_s` how much later than it should have been. `ttft_s` and
-    `tpot_s` (time per output token after the first) are None where nothing was streamed. `token_ids` are those of the
+    `tpot_s` (time per output token after the first) are None where nothing was streamed. `token_ids` are the ids of the
     first choice, `text` is what it says; `document` is an answer that is no text, such as embeddings.
     """
 

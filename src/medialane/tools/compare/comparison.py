@@ -108,7 +108,7 @@ _SETTLE_S: Final = 1.5
 
 
 class RunningServer(NamedTuple):
-    """`base_url` is without /v1. `process_id` is that of the first of its processes, None if it runs elsewhere."""
+    """`base_url` is without /v1. `process_id` is the id of the first of its processes, None if it runs elsewhere."""
 
     base_url: str
     process_id: int | None
@@ -151,7 +151,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficComparison:
-    """What is compared, and how. `metrics_key` opens the metrics of medialane. `turns` are those that have begun, in
+    """What is compared, and how. `metrics_key` opens the metrics of medialane. `turns` are the ones that have begun, in
     order, of each side."""
 
     traffic: Traffic

@@ -25,7 +25,7 @@ from medialane.tools.compare.traffic import Traffic
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a request must keep to count for the goodput; the defaults are those of vLLM's dashboards."""
+    """What a request must keep to count for the goodput; the defaults are from vLLM's dashboards."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
@@ -53,10 +53,10 @@ class Spread(msgspec.Struct, frozen=True):
 class SideSummary(msgspec.Struct, frozen=True):
     """What one server made of the traffic; None is what it does not say, or what does not apply.
 
-    `prefix_share` is the part of the prompts' tokens that was in the KV cache, `mm_share` that of the items that vLLM's
-    cache of processed media had. `caches`, `embeddings`, `copied_bytes` (for each request with media) and `steps_ms`
-    (mean durations) are medialane's. `late_s` is how much later than they should have been requests were sent (p99):
-    what the client could not keep up with.
+    `prefix_share` is the part of the prompts' tokens that was in the KV cache, `mm_share` the part of the items that
+    vLLM's cache of processed media had. `caches`, `embeddings`, `copied_bytes` (for each request with media) and
+    `steps_ms` (mean durations) are medialane's. `late_s` is how much later than they should have been requests were
+    sent (p99): what the client could not keep up with.
     """
 
     name: str
@@ -353,8 +353,8 @@ _FEW = 20
 
 
 class CompareReport(msgspec.Struct, frozen=True):
-    """The first of `sides` is the baseline. `agreement` compares the first round of both; `itself` is that of each side
-    with its own second round, if there was one: what greedy answers of one server differ by anyway."""
+    """The first of `sides` is the baseline. `agreement` compares the first round of both; `itself` is the agreement of
+    each side with its own second round, if there was one: what greedy answers of one server differ by anyway."""
 
     model: str
     requests: str

@@ -1,7 +1,7 @@
 """Traffic to be replayed: the requests of a recording, or of an OpenAI batch file.
 
 A line is a request: `custom_id`, `method`, `url` and `body` (https://platform.openai.com/docs/guides/batch; in vLLM's
-`entrypoints/launchers/run_batch.py`, transcriptions have their file as `file_url`). Those of a recording (`--record`)
+`entrypoints/launchers/run_batch.py`, transcriptions have their file as `file_url`). Lines of a recording (`--record`)
 have the member `medialane` as well (`gateway.records.recording`). Lines are read twice: once for times and names, and
 again, one by one, when requests are made, so that no file has to fit into memory.
 

@@ -118,13 +118,6 @@ class AgentError(Exception):
     """NIXL has refused or failed a call. The message is for logs."""
 
 
-class Segment(msgspec.Struct, frozen=True):
-    """Memory of this process: `size` bytes at `ptr`."""
-
-    ptr: int
-    size: int
-
-
 class Transfer(Protocol):
     def is_done(self) -> bool:
         """Return whether all bytes have arrived; False while they may still arrive. Raises AgentError if the transfer
@@ -156,15 +149,16 @@ class Agent(Protocol):
         ...
 
     def read(
-        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Segment], notification: bytes
+        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Descriptor], notification: bytes
     ) -> Transfer:
-        """Start to copy `sources` of `peer` to as many destinations of the same sizes in registered memory of the host.
+        """Start to copy `sources` of `peer` to as many destinations of the same sizes in registered memory of this
+        process, which is the host's.
         The peer gets `notification` afterwards, unless it is empty. Raises AgentError: no byte arrives any more;
         RuntimeError if they may."""
         ...
 
     def notifications(self) -> list[bytes]:
-        """Return those that have arrived since the last call."""
+        """Return the notifications that have arrived since the last call."""
         ...
 
 
@@ -174,7 +168,7 @@ class Agent(Protocol):
 MAX_PACKET_BYTES = MAX_AGENT_METADATA_BYTES + 32 * 1024
 
 
-#: Reads in flight of one process, those that were given up included: each occupies a thread there.
+#: Reads in flight of one process, abandoned ones included: each occupies a thread there.
 MAX_READS = 32
 
 
@@ -215,7 +209,7 @@ class RemovePeer(msgspec.Struct, frozen=True, tag=True):
 class Read(msgspec.Struct, frozen=True, tag=True):
     """Copy `sources` of a peer to `offsets` of the arena's file, and send `notification` to the peer, if not empty.
 
-    If `entry` is given, the header before the first source must be that of this entry.
+    If `entry` is given, the header before the first source must be this entry's.
     """
 
     read_id: int

@@ -39,7 +39,7 @@ from medialane.wire.child_channel import ChannelToChild, spawn
 
 logger = logging.getLogger(__name__)
 
-#: Other hosts' agents that the process knows. Those of processes that have exited are among them.
+#: Other hosts' agents that the process knows. Agents of processes that have exited are among them.
 MAX_PEERS = 256
 
 

@@ -159,7 +159,7 @@ class NixlMover:
         await self._read(agent, metadata.descriptors, offsets, deadline_s=deadline_s, notification=key)
 
     async def close(self) -> None:
-        """Kill the process. Idempotent. All reads end, those that were given up included; no process is started."""
+        """Kill the process. Idempotent. All reads end, abandoned ones included; no process is started."""
         self._refusal = NixlRefused("the store is stopping")
         if self._starting is not None:
             self._starting.cancel()
@@ -218,7 +218,7 @@ class NixlMover:
         return ended
 
     def _kill_if_too_many(self, child: MoverChild) -> None:
-        """Count the reads that were given up and have exceeded their deadline; those that were cancelled may end."""
+        """Count the abandoned reads that have exceeded their deadline; cancelled ones may end."""
         now = asyncio.get_running_loop().time()
         overdue = [given_up.num_bytes for given_up in self._given_up.values() if given_up.deadline <= now]
         if len(overdue) > self._max_given_up or sum(overdue) > self._max_given_up_bytes:

@@ -14,7 +14,7 @@ import nixl
 from nixl import _api as api
 from nixl import _bindings as bindings
 
-from medialane.transfer.nixl.agent import AgentError, Descriptor, Segment
+from medialane.transfer.nixl.agent import AgentError, Descriptor
 
 _PROGRESS_INTERVAL_US = 10_000
 
@@ -104,7 +104,7 @@ class NixlAgent:
             raise _agent_error(error) from error
 
     def read(
-        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Segment], notification: bytes
+        self, peer: str, sources: Sequence[Descriptor], destinations: Sequence[Descriptor], notification: bytes
     ) -> NixlTransfer:
         remote = [(source.ptr, source.size, source.device_id) for source in sources]
         local = [(segment.ptr, segment.size, 0) for segment in destinations]

@@ -46,7 +46,6 @@ from medialane.transfer.nixl.agent import (
     ReadFailed,
     ReadRefused,
     RemovePeer,
-    Segment,
     Start,
     Started,
     ToMover,
@@ -131,7 +130,7 @@ class MoverProcess:
 
     def _copy(self, request: Read) -> None:
         sources = list(request.sources)
-        destinations = [self._segment(offset, s.size) for offset, s in zip(request.offsets, sources, strict=True)]
+        destinations = [self._destination(offset, s.size) for offset, s in zip(request.offsets, sources, strict=True)]
         if request.entry is None:
             self._transfer(request, sources, destinations)
             return
@@ -141,7 +140,7 @@ class MoverProcess:
         header[:] = bytes(ENTRY_HEADER_BYTES)
         first = sources[0]
         sources.insert(0, Descriptor(first.device, first.ptr - ENTRY_HEADER_BYTES, ENTRY_HEADER_BYTES))
-        destinations.insert(0, Segment(self._headers_base + start, ENTRY_HEADER_BYTES))
+        destinations.insert(0, Descriptor("cpu", self._headers_base + start, ENTRY_HEADER_BYTES))
         try:
             self._transfer(request, sources, destinations)
             if not is_header(header.cast("Q"), request.entry):
@@ -149,12 +148,12 @@ class MoverProcess:
         finally:
             self._free_headers.append(slot)
 
-    def _segment(self, offset: int, size: int) -> Segment:
+    def _destination(self, offset: int, size: int) -> Descriptor:
         if not 0 <= offset <= offset + size <= self._memory.nbytes:
             raise AgentError("the destination is not in the arena")
-        return Segment(self._base + offset, size)
+        return Descriptor("cpu", self._base + offset, size)
 
-    def _transfer(self, request: Read, sources: list[Descriptor], destinations: list[Segment]) -> None:
+    def _transfer(self, request: Read, sources: list[Descriptor], destinations: list[Descriptor]) -> None:
         started = time.monotonic()
         if (agent := self._peers.get(request.peer)) is None:
             raise AgentError("the peer's metadata were refused")

@@ -99,7 +99,7 @@ class Adapters:
             return _version(await self._added(lora))
 
     async def unload(self, name: str, *, keep: str = "") -> None:
-        """Unload all versions of an adapter but `keep`: those that requests use after the last of these."""
+        """Unload all versions of an adapter but `keep`: versions in use after the last of their requests."""
         self._latest.pop(name, None)
         for adapter in self._loaded.values():
             if plain_name(adapter.lora.lora_name) == name:
@@ -146,7 +146,7 @@ class Adapters:
                 raise GenerationFailed(f"the LoRA adapter {name!r} cannot be loaded by the worker") from error
 
     async def _added(self, lora: LoRARequest, *, expected: str = "") -> _Adapter:
-        """Load the files as they are now, if they are those of the versioned name `expected`."""
+        """Load the files as they are now, if they belong to the versioned name `expected`."""
         copy = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="adapter-", dir=self._folder))
         loaded = False
         try:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddingPlan(msgspec.Struct, frozen=True, array_like=True):
-    """The embeddings of one request by mm_hash, as sent to EngineCore: those to load, and those to save if the item is
+    """The embeddings of one request by mm_hash, as sent to EngineCore: to be loaded, or to be saved if the item is
     encoded. `request_id` is the request's id in the front end."""
 
     request_id: str
@@ -81,7 +81,7 @@ def _fault(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None
 
 @dataclass
 class StepEmbeddings(ECConnectorMetadata):  # type: ignore[misc]  # vllm is not typed
-    """What the model's processes do in one step, from the scheduler. `fills` are by request, then by mm_hash; those of
+    """What the model's processes do in one step, from the scheduler. `fills` are by request, then by mm_hash; fills of
     the requests in `ended` must not be written any more."""
 
     loads: dict[str, TensorDescriptor] = field(default_factory=dict)

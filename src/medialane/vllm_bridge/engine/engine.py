@@ -48,6 +48,7 @@ from medialane.types.kv_events import KvEventBatch
 from medialane.types.request import (
     ENCODER,
     EmbeddingCounts,
+    EncodeCache,
     EngineRequest,
     ModelCard,
     OutputDelta,
@@ -57,7 +58,7 @@ from medialane.types.request import (
 )
 from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS, Adapters, plain_name
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
-from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
+from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
 from medialane.vllm_bridge.engine.engine_request import (
     RequestReader,
     clamp,
@@ -131,8 +132,7 @@ def build_engine(
             config = args.create_engine_config(usage)
             show_vllm_lines(config.logging_config.log_level)
             check_prefix_cache(config)
-            unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
-            embeddings = EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role)
+            embeddings = EngineEmbeddings(config, encode_cache, arena_directory=arena_directory, role=role)
             enter_phase("starting the engine")
             llm = AsyncLLM.from_vllm_config(
                 config,
@@ -290,7 +290,7 @@ class VllmEngine:
         if all(mapped):
             self._arenas.add(arena)
             with self._warned("the engine's processes have not mapped an arena"):
-                await self._embeddings.attach(self._ask, arena, self._arena_directory, nonce)
+                await self._embeddings.attach(self._ask, arena, nonce)
         return all(mapped)
 
     async def detach_arena(self, arena: str) -> None:

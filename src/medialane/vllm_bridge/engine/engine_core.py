@@ -55,7 +55,7 @@ def install() -> None:
             "medialane_detach_ranks": lambda engine, arena: on_every_rank(engine, _detach, arena),
             "medialane_encoder": lambda engine: on_every_rank(engine, measure),
             "medialane_try_embeds": lambda engine: on_every_rank(engine, try_embeds),
-            "medialane_embeddings": lambda engine: _embeddings(engine, _totals),
+            "medialane_embeddings": lambda engine: _embeddings(engine, lambda c: astuple(c.schedule.counts)),
             "medialane_drop_fills": lambda engine: _embeddings(engine, lambda c: c.schedule.drop_fills()),
         },
     )
@@ -80,10 +80,6 @@ def _embeddings(engine: Any, use: Callable[[EmbeddingConnector], T]) -> T | None
     """Return what `use` returns for the scheduler's embeddings; None if it has none."""
     connector = connector_of(engine)
     return use(connector) if isinstance(connector, EmbeddingConnector) else None
-
-
-def _totals(connector: EmbeddingConnector) -> tuple[int, ...]:
-    return astuple(connector.schedule.counts)
 
 
 def _die_with(_engine: Any, pid: int) -> bool:
@@ -139,7 +135,7 @@ def try_embeds(worker: Any, encoder_of: Callable[[Any], WorkerEncoder] = WorkerE
         try:
             return AcceptedEmbeds(fields=fields, width=_tried(encoder_of(worker), fields), fault="")
         except Exception as error:  # noqa: BLE001 - the model's own code; the reason is logged by the caller
-            faults["object" if GRID in fields else "tensor"] = f"{type(error).__name__}: {error}"[:200]
+            faults["object" if GRID in fields else "tensor"] = _reason(error)
     fault = "; ".join(f"as one {form}: {why}" for form, why in faults.items())
     return AcceptedEmbeds(fields=[], width=0, fault=fault)
 

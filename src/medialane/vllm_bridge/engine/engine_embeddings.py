@@ -27,12 +27,13 @@ from huggingface_hub import try_to_load_from_cache
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
-from medialane.types.errors import GenerationFailed
+from medialane.types.errors import GenerationFailed, StartupFailed
 from medialane.types.hashing import content_hash, digest
-from medialane.types.request import EmbeddingCounts, EncoderCard, WorkerRole
-from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
+from medialane.types.request import ENCODER, EmbeddingCounts, EncodeCache, EncoderCard, WorkerRole
+from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
 from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds
 from medialane.vllm_bridge.learned.settings import describe
+from medialane.vllm_bridge.seams import encoder_cache
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,34 @@ class EngineEmbeddings:
     """`card` is None, and `reason` says why, if embeddings are not kept. `arenas` can be read by all of the engine's
     processes. Made before the engine: weights that are replaced while it loads them are not known."""
 
-    def __init__(self, config: VllmConfig, *, wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> None:
-        self.card: EncoderCard | None = None
-        self.reason = reason
-        self.arenas: set[str] = set()
-        self.counts = EmbeddingCounts()
+    def __init__(
+        self, config: VllmConfig, wanted: EncodeCache, *, arena_directory: str, role: WorkerRole = "worker"
+    ) -> None:
+        """Make the engine of this configuration load and save embeddings, an encoder's only save them, if it can.
+        Raises StartupFailed if they are `wanted`, or are all that the engine is for, and it cannot."""
         self._config = config
-        self._digest = ""  # of the encoder as it was loaded
-        self._weights = "" if reason else _weights(config)  # before it is
         self._wanted: EncodeCache = wanted
         self._role: WorkerRole = role
+        self._arena_directory = arena_directory
+        only_encodes = role == ENCODER
+        unfit = encoder_cache.unfit_reason(config, only_encodes=only_encodes)
+        self.reason = self._checked("--encode-cache off" if wanted == "off" else unfit)
+        if not self.reason:
+            settings = {DIRECTORY: arena_directory}
+            encoder_cache.connect(config, EmbeddingConnector, settings, only_encodes=only_encodes)
+        self.card: EncoderCard | None = None
+        self.arenas: set[str] = set()
+        self.counts = EmbeddingCounts()
+        self._digest = ""  # of the encoder as it was loaded
+        self._weights = "" if self.reason else _weights(config)  # before it is
+
+    def _checked(self, reason: str) -> str:
+        """Return the reason why embeddings are not kept. Raises StartupFailed if they must be."""
+        if reason and self._role == ENCODER:
+            raise StartupFailed(f"--role encoder is not possible: {reason}")
+        if reason and self._wanted == "on":
+            raise StartupFailed(f"--encode-cache on is not possible: {reason}")
+        return reason
 
     async def learn(self, ask: Ask) -> None:
         """Set `card`, or `reason`. Raises StartupFailed if embeddings must be kept and cannot, WorkerLost."""
@@ -72,18 +91,19 @@ class EngineEmbeddings:
                     raise UnknownEncoder("the files of the weights have changed while the engine started")
                 self.card, self._digest = card, card.digest
             except (UnknownEncoder, GenerationFailed) as error:
-                self.reason = checked(self._wanted, str(error), self._role)
+                self.reason = self._checked(str(error))
         if self.card is None:
             logger.info("the encoder's outputs are not kept: %s", self.reason)
         else:
             widths = ", ".join(f"{modality} {width}" for modality, width in self.card.widths.items())
             logger.info("the encoder's outputs are kept: %s x %s", widths, self.card.dtype)
 
-    async def attach(self, ask: Ask, arena: str, directory: str, nonce: bytes) -> None:
+    async def attach(self, ask: Ask, arena: str, nonce: bytes) -> None:
         """Have the processes that run the model map an arena that EngineCore has mapped."""
         if self.card is None:
             return
-        if all(await ask("medialane_attach_ranks", arena, directory, nonce.hex(), timeout_s=_TIMEOUT_S)):
+        where = arena, self._arena_directory, nonce.hex()
+        if all(await ask("medialane_attach_ranks", *where, timeout_s=_TIMEOUT_S)):
             self.arenas.add(arena)
         else:
             logger.warning("the engine's processes cannot map the arena: embeddings are not loaded")
@@ -115,7 +135,7 @@ class EngineEmbeddings:
 
 
 def _weights(config: VllmConfig) -> str:
-    """Return the version of the model's weights; empty if it is unknown, as that of a model that is not downloaded."""
+    """Return the version of the model's weights; empty if it is unknown, as of a model that is not downloaded."""
     try:
         return weights_version(config)
     except UnknownEncoder:
@@ -206,7 +226,7 @@ def encoder_digest(config: VllmConfig) -> str:
 
 def _media_settings(media: Any) -> list[str]:
     """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
-    normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
+    normalised. Not whether the engine has a language model: an encoder's digest equals the workers'."""
     own = [field.name for field in fields(media) if field.name.startswith("mm_encoder_")]
     return ["mm_device_do_normalize", *(name for name in own if name != "mm_encoder_only")]
 

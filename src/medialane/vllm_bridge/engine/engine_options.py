@@ -1,13 +1,11 @@
-"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires.
+"""vLLM's engine arguments for a worker: the user's flags, and the flags that medialane requires.
 
 What can be said about a model before a worker runs it: how its media are handled, if embeddings are kept.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 from vllm import envs
@@ -18,14 +16,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
-from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
 from medialane.vllm_bridge.seams import cpu, encoder_cache
 from medialane.vllm_bridge.seams.arguments import parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import new_processor
-
-#: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
-EncodeCache = Literal["auto", "on", "off"]
 
 #: Independent of Python's version and of the process: gateways compute the same block hashes.
 HASH_ALGORITHM = "sha256_cbor"
@@ -34,7 +28,7 @@ HASH_ALGORITHM = "sha256_cbor"
 def engine_args(
     model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None, role: WorkerRole = "worker"
 ) -> AsyncEngineArgs:
-    """Return the engine arguments; those of an encoder are for an engine without a language model.
+    """Return the engine arguments; an encoder's are for an engine without a language model.
 
     Raises StartupFailed for flags unknown to vLLM or unsupported in a worker.
     """
@@ -47,14 +41,16 @@ def engine_args(
     if _is_given(vllm_args, "--kv-events-config"):
         # vLLM has one publisher per engine, whose events contain every prompt: it is not shared.
         raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
-    _check_hash_algorithm(vllm_args, parsed)
+    if _is_given(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
+        raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
     args.mm_processor_cache_gb = 0
     # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
     args.prefix_caching_hash_algo = HASH_ALGORITHM
     args.kv_events_config = kv_events if role == "worker" else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
-    if current_platform.is_cpu() and args.distributed_executor_backend is None and _is_single(args):
-        args.distributed_executor_backend = cpu.QUALIFIED_NAME
+    is_single = (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
+    if current_platform.is_cpu() and args.distributed_executor_backend is None and is_single:
+        args.distributed_executor_backend = cpu.QUALIFIED_NAME  # a single process runs the model
     return args
 
 
@@ -63,44 +59,6 @@ def check_prefix_cache(config: VllmConfig) -> None:
     with it."""
     if config.cache_config.enable_prefix_caching and config.model_config.is_encoder_decoder:
         raise StartupFailed("--enable-prefix-caching is not possible: the model has an encoder and a decoder")
-
-
-def keep_embeddings(
-    config: VllmConfig, wanted: EncodeCache, *, arena_directory: str, role: WorkerRole = "worker"
-) -> str:
-    """Make the engine of this configuration load and save embeddings, an encoder's only save them; return why it does
-    not, empty if it does.
-
-    Raises StartupFailed if they are `wanted` and it cannot.
-    """
-    only_encodes = role == ENCODER
-    unfit = encoder_cache.unfit_reason(config, only_encodes=only_encodes)
-    reason = "--encode-cache off" if wanted == "off" else unfit
-    if reason:
-        return checked(wanted, reason, role)
-    extra = {DIRECTORY: arena_directory}
-    encoder_cache.connect(config, EmbeddingConnector, extra, only_encodes=only_encodes)
-    return ""
-
-
-def checked(wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> str:
-    """Return the reason why embeddings are not kept. Raises StartupFailed if they are `wanted`, or are all that the
-    engine is for."""
-    if role == ENCODER:
-        raise StartupFailed(f"--role encoder is not possible: {reason}")
-    if wanted == "on":
-        raise StartupFailed(f"--encode-cache on is not possible: {reason}")
-    return reason
-
-
-def _is_single(args: AsyncEngineArgs) -> bool:
-    """Return whether a single process runs the model."""
-    return (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
-
-
-def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
-    if _is_given(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
-        raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
 
 
 def _is_given(vllm_args: Sequence[str], flag: str) -> bool:

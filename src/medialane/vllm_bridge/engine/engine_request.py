@@ -43,7 +43,7 @@ _FOR_CONNECTOR = "ec_transfer_params"
 
 
 class RequestReader:
-    """Reads requests for one engine, and validates what vLLM would trust. `sources` renders those that are processed
+    """Reads requests for one engine, and validates what vLLM would trust. `sources` renders the ones that are processed
     here; the owner closes it."""
 
     def __init__(
@@ -221,7 +221,7 @@ def prompt_token_ids(engine_input: Mapping[str, Any], request: EngineRequest) ->
 
 
 def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
-    """Return where vLLM's renderer has placed the items of a prompt, in prompt order. Those of an encoder's prompt are
+    """Return where vLLM's renderer has placed the items of a prompt, in prompt order. Items of an encoder's prompt are
     not in the prompt that is continued."""
     if engine_input["type"] == "enc_dec":
         return []

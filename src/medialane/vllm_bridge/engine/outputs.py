@@ -1,6 +1,6 @@
 """Converts vLLM's `RequestOutput` and `PoolingRequestOutput` to `OutputDelta` and back, field by field.
 
-Fields that vLLM's OpenAI app reads are included; those that belong to one engine (KV-transfer parameters, routed
+Fields that vLLM's OpenAI app reads are included; fields that belong to one engine (KV-transfer parameters, routed
 experts, sampling masks) stay in the worker.
 """
 
@@ -24,7 +24,7 @@ from medialane.vllm_bridge.seams.engine import RequestStateStats
 #: A message of this size is encoded and decoded in 0.1 ms: token embeddings of a long prompt may take many.
 POOLED_PART_BYTES = 256 * 1024
 
-#: Members of vLLM's StructuredOutputsParams, one of which a request has.
+#: Members of vLLM's StructuredOutputsParams: a request has one.
 _GRAMMARS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -117,8 +117,8 @@ def with_end_apart(delta: OutputDelta, params: SamplingParams, text_of: Callable
 
 
 def _last_text(completion: CompletionDelta, text_of: Callable[[int], str]) -> str | None:
-    """Return the text of the last token if that token is to have a step of its own, else None. The token that stops an
-    answer has none."""
+    """Return the text of the last token if that token is to have a step of its own, otherwise None. The token that
+    stops an answer has none."""
     if len(completion.token_ids) < 2 or not completion.text or isinstance(completion.stop_reason, str):
         return None
     if completion.finish_reason == "stop":

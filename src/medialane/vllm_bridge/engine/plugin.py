@@ -9,7 +9,7 @@ module), it replaces the busy wait. Elsewhere it costs a few lookups.
 A private folder for the sockets of one engine, reaped after a kill.
 
 vLLM creates its own sockets, and the file through which its processes meet, in the folder for temporary files, and
-leaves those of killed processes there. `enter` makes it create them in ours instead, together with those of its KV
+leaves files of killed processes there. `enter` makes it create them in ours instead, together with the files of its KV
 events. vLLM's processes inherit the variable, so it also shows which of them are ours (`is_entered`).
 
 What vLLM needs of a process that others are forked from, and of its forks: modules that vLLM's front end and EngineCore
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def show_vllm_lines(level: str | None = None) -> None:
-    """Have vLLM's lines of at least `level`, by default that of VLLM_LOGGING_LEVEL, written in this process, through
+    """Have vLLM's lines of at least `level`, by default VLLM_LOGGING_LEVEL, written in this process, through
     our handler (`observability.logging`)."""
     if not envs.VLLM_CONFIGURE_LOGGING:  # else vLLM has set it
         logging.getLogger("vllm").setLevel(level or envs.VLLM_LOGGING_LEVEL)

@@ -68,8 +68,8 @@ MODALITY = "image"
 
 
 class AcceptedEmbeds(TypedDict):
-    """Sent as msgpack. `fields` are those of an item (`UNNAMED`: one tensor with one row per placeholder token); none
-    if embeddings are not accepted, and `fault` says why. `width` is that of a row."""
+    """Sent as msgpack. `fields` are an item's (`UNNAMED`: one tensor with one row per placeholder token); none
+    if embeddings are not accepted, and `fault` says why. `width` is a row's."""
 
     fields: list[str]
     width: int
@@ -117,7 +117,7 @@ class SourceRenderer:
             self._checker.check_options(prompt.options, processed_here)
         media, hashes = await self._media(prompt, tensors)
         embedded = {m: data for m, data in media.items() if any(isinstance(item, dict) for item in data)}
-        media |= {modality: self._embedded(modality, data) for modality, data in embedded.items()}
+        media |= {modality: self._reader().data(modality, items) for modality, items in embedded.items()}
         tokens = {
             "prompt_token_ids": prompt.token_ids,
             "multi_modal_data": media,
@@ -192,12 +192,6 @@ class SourceRenderer:
         except InvalidEmbeds as error:
             raise error.at(item.param or "") from error
 
-    def _embedded(self, modality: Modality, items: Sequence[Any]) -> Any:
-        """Return one modality's embeddings as vLLM's renderer expects them."""
-        if not all(isinstance(item, dict) for item in items):
-            raise InvalidEmbeds(f"{modality}s and embeddings of {modality}s cannot be in one request")
-        return self._reader().data(modality, items)
-
     def _reader(self) -> EmbedsReader:
         if self._embeds_reader is None:
             raise PromptRejected("this model does not support media")
@@ -233,7 +227,7 @@ class SourceRenderer:
 
 
 def _with_decoder_prompt(prompt: SourcePrompt, tokens: Mapping[str, Any], text: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return vLLM's prompt: `tokens`, or with those of the encoder instead, followed by a decoder's."""
+    """Return vLLM's prompt: `tokens`, or the encoder's instead, followed by a decoder's."""
     if prompt.encoder_token_ids is None:
         return {**tokens, **text}
     encoder = {**tokens, "prompt_token_ids": prompt.encoder_token_ids}
@@ -292,8 +286,11 @@ class EmbedsReader:
         rows = self._rows(tensors[VALUES])
         return {VALUES: rows, GRID: self._grid(tensors[GRID], num_rows=len(rows))}
 
-    def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
-        """Return all items of one modality as vLLM's renderer expects them."""
+    def data(self, modality: Modality, items: Sequence[Any]) -> Any:
+        """Return all items of one modality, as `read` returns them, in the form of vLLM's renderer. Raises
+        InvalidEmbeds if some are other media."""
+        if not all(isinstance(item, dict) for item in items):
+            raise InvalidEmbeds(f"{modality}s and embeddings of {modality}s cannot be in one request")
         given = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
         return embeds_data(modality, given, self._processor)
 

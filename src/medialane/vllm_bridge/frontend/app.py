@@ -19,10 +19,9 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
-from starlette.websockets import WebSocket
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.reasoning import ReasoningParserManager
@@ -118,8 +117,8 @@ def _route_of(app: Any) -> RouteOf:
 
 
 def refuse_unsupported(app: Any, *, render_only: bool = False) -> None:
-    """Answer 501, with a message, for those of the app's routes that are not supported, with `render_only` also for
-    those that need an engine. They stay in its schema."""
+    """Answer 501, with a message, for the app's routes that are not supported, with `render_only` also for
+    routes that need an engine. They stay in its schema."""
     for route in [route for route in app.routes if isinstance(route, Route)]:
         if route.path in UNSUPPORTED:
             message = f"{UNSUPPORTED[route.path]} is not supported: this gateway has several engines"
@@ -141,13 +140,6 @@ def _refusal(message: str) -> Callable[[Request], Awaitable[Response]]:
         raise NotImplementedError(message)
 
     return answer
-
-
-async def _refuse_realtime(websocket: WebSocket) -> None:
-    """Answer the handshake of vLLM's WebSocket for transcription; without a route it would be 403."""
-    message = "transcription in real time is not supported by this gateway: use /v1/audio/transcriptions"
-    error = {"message": message, "type": "NotImplementedError", "param": None, "code": 501}
-    await websocket.send_denial_response(JSONResponse({"error": error}, 501))
 
 
 #: Serves a request with JSON, from the parameters of its path and query. Raises MedialaneError.
@@ -183,8 +175,8 @@ class Frontend:
             expand_marks(self.profile.processor)
         self.processor_settings = processor_settings(model_config, self.profile)
         self.assembler = _assembler(model_config, self.profile)
-        #: Without middleware stack and state. None for a model that is served for pooling: its tasks are those that its
-        #: workers report.
+        #: Without middleware stack and state. None for a model that is served for pooling: its tasks are the ones that
+        #: its workers report.
         self.routes: FastAPI | None = None
         self._tasks: tuple[str, ...] = ()
         if self.is_pooling:
@@ -201,7 +193,7 @@ class Frontend:
 
     @property
     def is_pooling(self) -> bool:
-        """Whether the model is served for pooling: its tasks are those that its workers report."""
+        """Whether the model is served for pooling: its workers report its tasks."""
         return bool(self.config.model_config.runner_type == "pooling")
 
     @property
@@ -230,19 +222,19 @@ class Frontend:
         outer: Middleware,
         access: Callable[[RouteOf], Middleware],
         inner: Sequence[Middleware],
+        fairness: LoopFairness,
         actions: Mapping[str, Action] | None = None,
         endpoints: Mapping[str, ASGIApp] | None = None,
         probes: Mapping[str, Probe] | None = None,
         tasks: tuple[str, ...] | None = None,
         render_only: bool = False,
         render_payload: render.Payload = "tensors",
-        fairness: LoopFairness | None = None,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
         an error recorded in `backend`. `actions` are medialane's, by method and path ("POST /path/{parameter}"), like
-        `endpoints`, which respond themselves or raise MedialaneError; `probes` are those of health, by path, of which
-        `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the workers, by default what a model
+        `endpoints`, which respond themselves or raise MedialaneError; `probes` are health checks, by path, of which
+        `/health` replaces vLLM's, which assumes one engine; `tasks` are the workers', by default what a model
         that generates supports. With `render_only` there are none, and calls that need one are refused. For
         `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
@@ -261,11 +253,9 @@ class Frontend:
 
         app.add_exception_handler(MedialaneError, record_error)
         _add_routes(app, actions or {}, endpoints or {})
-        fairness = fairness or LoopFairness()
         if self.profile is not None:
             client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
-        app.add_api_websocket_route("/v1/realtime", _refuse_realtime)
         for path, probe in (probes or {}).items():
             _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
@@ -297,7 +287,7 @@ class Frontend:
         """Return the tasks, and vLLM's app for them."""
         tasks = tasks or self._tasks
         if not tasks:
-            raise ValueError("the tasks of a model for pooling are those of its workers")
+            raise ValueError("the tasks of a model for pooling are its workers'")
         return tasks, self.routes if tasks == self._tasks else self._routes_of(tasks)
 
     def _routes_of(self, tasks: tuple[str, ...]) -> FastAPI:
@@ -323,7 +313,7 @@ def build_frontend(model: str, vllm_args: Sequence[str]) -> None:
 
 def take_frontend(model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> Frontend:
     """Return what was built for this model and these flags before this process was forked, or build it: call it before
-    serving. The caller owns it. `api_keys` are those of `--api-key`, which is not among the flags. Raises
+    serving. The caller owns it. `api_keys` are from `--api-key`, which is not among the flags. Raises
     StartupFailed."""
     key = model, tuple(vllm_args)
     if key not in _built:
@@ -340,7 +330,7 @@ def _assembler(config: ModelConfig, profile: ModelProfile | None) -> Assembler:
 
 
 class _NoAssembler:
-    """Used for models of which no items are processed one by one, or without media."""
+    """Used for models whose items are not processed one by one, or without media."""
 
     accepts_item_options = False
     max_tokens = sys.maxsize

@@ -3,7 +3,7 @@
 *Generate.* vLLM's generate endpoint over prompts with processed items, which the gateway finds or stores. vLLM's
 handler decodes the tensors of a request on the event loop, and trusts ranges, hashes and tensors. Here intake has put
 references in their place (`gateway.intake.sent_features`), so the handler gets the input of an engine that was made of
-them: features that the client names, or those of its tensors, which have a key of ours. The ranges that clients send do
+them: features that the client names, or of its tensors, which have a key of ours. The ranges that clients send do
 not say which of their tokens are replaced by embeddings; that is restored from the model's placeholders, with which the
 prompt's tokens are compared.
 
@@ -72,7 +72,7 @@ class _Hook:
             return made
 
     async def _found(self, ref: MediaRef, reader: TensorsReader) -> tuple[StagedItem, SentTensors | None]:
-        """Return the item, and its tensors if they are not those of a feature that this server has made."""
+        """Return the item, and its tensors if they differ from a feature that this server has made."""
         if ref.data is None:
             return await self._backend.find_feature(ref), None
         data = ref.data
@@ -99,7 +99,7 @@ class _Hook:
 
 
 def _items(features: Any, resolve: Callable[[str], MediaRef]) -> Iterator[tuple[MediaRef, PlaceholderRange]]:
-    """Yield each item's reference and range. Raises InvalidRequest if those of a modality are not in order."""
+    """Yield each item's reference and range. Raises InvalidRequest if a modality's ranges are not in order."""
     for name, entries in features.kwargs_data.items():
         end = 0
         for number, (entry, place) in enumerate(zip(entries, features.mm_placeholders[name], strict=True)):
@@ -151,7 +151,11 @@ def serve_files(app: Any, backend: RequestBackend, fairness: LoopFairness, makin
             metadata = {"mm_hash": found.mm_hash, "modality": found.modality, **making[found.modality]}
             metadata |= named_values(found.header, tensors)[1]
             texts = {name: value if isinstance(value, str) else _json(value) for name, value in metadata.items()}
-            parts = safetensors_of(found, tensors, texts) if form == "safetensors" else _msgpack(found, tensors)
+            parts = (
+                safetensors_of(found, tensors, texts)
+                if form == "safetensors"
+                else encoded_item(decode_item(found.header, tensors))
+            )
             headers = {"content-type": _MEDIA_TYPES[form], FEATURE_HEADER.decode(): _json(texts).encode()}
             return _Pieces(parts, headers, fairness, backend)
 
@@ -199,7 +203,7 @@ def safetensors_of(feature: Feature, tensors: Sequence[memoryview], metadata: Ma
     """Return a file with all tensors of a feature, large ones without a copy. Raises InvalidRequest."""
     header: dict[str, object] = {"__metadata__": metadata}
     values = named_values(feature.header, tensors)[0]
-    # Tensors are aligned, as those that the library writes.
+    # Tensors are aligned, as the library's own.
     in_order = sorted(values.items(), key=lambda one: (-ITEM_BYTES[one[1][0].dtype], one[0]))
     at = 0
     for name, (spec, data) in in_order:
@@ -210,10 +214,6 @@ def safetensors_of(feature: Feature, tensors: Sequence[memoryview], metadata: Ma
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     return [len(text).to_bytes(8, "little"), text, *(data for _, (_, data) in in_order)]
-
-
-def _msgpack(feature: Feature, tensors: Sequence[memoryview]) -> list[Buffer]:
-    return encoded_item(decode_item(feature.header, tensors))
 
 
 def _json(value: object) -> str:

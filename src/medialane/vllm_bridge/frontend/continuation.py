@@ -27,8 +27,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from medialane.types.request import CompletionDelta, Logprobs, TokenLogprob
 from medialane.vllm_bridge.seams.engine import CompletionText, TokenTexts
 
-#: Delivered tokens with which a detokenizer is fed, if their text is longer than stop strings; and those before them,
-#: its prompt.
+#: Delivered tokens with which a detokenizer is fed, if their text is longer than stop strings; and the tokens before
+#: them, its prompt.
 NUM_FED = 64
 NUM_CONTEXT = 64
 
@@ -101,15 +101,9 @@ class ContinuableAnswer:
         return int(self._params.n)
 
     def rest(self, index: int, token_ids: Sequence[int], *, cumulative_logprob: float | None) -> RestOfCompletion:
-        common, params = self._common, self._params
+        logprob = cumulative_logprob
         return RestOfCompletion(
-            params,
-            common.token_texts if params.detokenize else None,
-            self.prompt_token_ids,
-            token_ids,
-            index=index,
-            cumulative_logprob=cumulative_logprob,
-            encode=common.encode,
+            self._common, self._params, self.prompt_token_ids, token_ids, index=index, cumulative_logprob=logprob
         )
 
 
@@ -118,24 +112,23 @@ class RestOfCompletion:
 
     def __init__(
         self,
+        common: Continuations,
         params: SamplingParams,
-        token_texts: TokenTexts | None,
         prompt_token_ids: Sequence[int],
         token_ids: Sequence[int],
         *,
         index: int,
         cumulative_logprob: float | None,
-        encode: Callable[[SamplingParams], bytes],
     ) -> None:
         self._index = index
-        self._token_texts = token_texts
+        self._token_texts = token_texts = common.token_texts if params.detokenize else None
         #: None if no log probabilities are wanted.
         self._sum = None if params.num_logprobs is None else cumulative_logprob or 0.0
         self._preceding = list(token_ids[-_NUM_PRECEDING:])
         self._is_complete = params.max_tokens is not None and len(token_ids) >= params.max_tokens
         tokenizer = None if token_texts is None else token_texts.tokenizer
         self._text = _text_after(params, tokenizer, prompt_token_ids, token_ids)
-        self.sampling_params = encode(_params_after(params, len(token_ids), index))
+        self.sampling_params = common.encode(_params_after(params, len(token_ids), index))
 
     def restore(self, completion: CompletionDelta) -> CompletionDelta:
         if self._is_complete:  # one token is the least that can be asked for

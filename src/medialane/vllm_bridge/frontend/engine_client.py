@@ -366,7 +366,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return await self._agreed(admin.IsSleeping(), "are asleep")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Make all ready workers load an adapter; those of the command line, which vLLM adds while the app is built,
+        """Make all ready workers load an adapter; adapters of the command line, which vLLM adds while the app is built,
         before any worker is ready, are loaded with the first request that names them."""
         if not self.is_serving:
             self.adapters.load_later(lora_request)

@@ -6,7 +6,7 @@ the tokenizer run in the thread, and the gateway prepares the media of all promp
 
 *Responses* may have many MB, so they are built in a thread of their own: vLLM uses the renderer's, and short requests
 are rendered on the event loop (`install_inline_rendering`). A response of the reranker repeats its documents: the
-media URLs in them become those of the client again.
+media URLs in them become the client's again.
 
 Writes the floats of a pooling response as JSON in small pieces.
 

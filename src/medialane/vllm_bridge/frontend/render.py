@@ -66,11 +66,11 @@ _DESCRIPTION: Final = (
     "What the render response's `features` carry for multimodal items. 'tensors' serializes the processed tensors into "
     "`kwargs_data` and `mm_metadata`. 'none' sets both to null: nothing is decoded or processed where the tokens "
     "follow from the size of the media. 'references' gives a `medialane:feature/HASH` for each item in `kwargs_data`, "
-    "which `/inference/v1/generate` accepts instead of the tensors. The default is that of the server "
+    "which `/inference/v1/generate` accepts instead of the tensors. The default is the server's "
     "(`--render-payload`). Only supported on the render endpoints. Ignored on regular generation endpoints."
 )
 
-#: Encoded in 0.2 ms; a multiple of 3, so that the base64 of pieces is that of the whole.
+#: Encoded in 0.2 ms; a multiple of 3, so that the base64 of pieces equals the whole's.
 _PIECE_BYTES = 192 * 1024
 
 #: Marks are numbers, so that one can stand for others: this many and more.

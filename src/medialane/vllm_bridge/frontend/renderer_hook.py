@@ -9,7 +9,7 @@ second is an attribute of the renderer instance; `tests/contract/test_renderer_h
 *Speech.* vLLM's handlers of transcriptions decode an upload in the server's process, and cut long audio into clips at
 quiet places. Intake has replaced the upload by a reference. The store decodes it, in a sandboxed process, at the
 model's sample rate, and vLLM's own code gets the result as a file of the exact samples, written by us: it cuts it
-into clips, each of which becomes a media item of the model's prompt.
+into clips: each becomes a media item of the model's prompt.
 
 Short prompts are rendered on the event loop instead of the renderer's thread (`install_inline_rendering`).
 
@@ -193,7 +193,7 @@ class RendererHook:
                 answer = current_answer()
                 prepare = self.backend.prepare if answer is None else answer.prepare
                 return engine_input(await prepare(media_prompt))
-            except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
+            except PromptTooLong as error:  # the response is vLLM's for a complete prompt
                 raise VLLMValidationError(error.message) from error
 
     def _completed(self, ref: MediaRef, modality: Modality, request_io: Mapping[str, Any] | None) -> MediaRef:

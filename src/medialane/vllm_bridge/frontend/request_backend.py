@@ -62,7 +62,7 @@ class MediaReferences(Protocol):
         ...
 
     async def decode_audio(self, url: str, sample_rate: int) -> bytes:
-        """Return the mono samples of an uploaded file, to which intake has given this reference, as `core.wave` bytes.
+        """Return the mono samples of an uploaded file, to which intake has given this reference, as a WAV file.
         Raises MedialaneError."""
         ...
 

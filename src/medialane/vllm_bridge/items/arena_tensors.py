@@ -248,7 +248,8 @@ class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not type
     """An item sent to EngineCore as the locations of its tensors. Decoded in this process only if its fields are
     accessed, which does not happen on the request path.
 
-    `tensors` and their bytes are those that the header names, in its order; raises InvalidFeature if they do not match.
+    `tensors` and their bytes are the ones that the header names, in its order; raises InvalidFeature if they do not
+    match.
     """
 
     def __init__(self, header: bytes, tensors: Sequence[TensorDescriptor], datas: Sequence[memoryview]) -> None:

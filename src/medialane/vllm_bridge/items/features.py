@@ -82,9 +82,13 @@ def encode_item(
 
 
 def small_values(header: bytes) -> dict[str, bytes]:
-    """Return the fields of which values are in the header, encoded, by name."""
+    """Return the fields whose values are in the header, encoded, by name."""
     fields = _DECODER.decode(header).fields
-    return {field.name: _ENCODER.encode(field.value) for field in fields if _has_small(field.value)}
+    return {
+        field.name: _ENCODER.encode(field.value)
+        for field in fields
+        if any(isinstance(one, Scalar) or (isinstance(one, SmallTensor) and one.data) for one in _leaves(field.value))
+    }
 
 
 def large_tensors(header: bytes) -> dict[str, list[int]]:
@@ -95,7 +99,7 @@ def large_tensors(header: bytes) -> dict[str, list[int]]:
 def named_values(
     header: bytes, tensors: Sequence[memoryview]
 ) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, object]]:
-    """Return all tensors of an item and their bytes, and its other values, by name; those of a field that is a list
+    """Return all tensors of an item and their bytes, and its other values, by name; tensors of a field that is a list
     have its name and their place, `field.0`. Raises InvalidFeature."""
     found: dict[str, tuple[TensorSpec, memoryview]] = {}
     others: dict[str, object] = {}
@@ -186,20 +190,10 @@ def _new_template(header: bytes) -> _Template:
 
 
 def _read_field(field: Field, large: list[LargeTensor]) -> _Field:
-    external = list(_large(field.value))
+    external = _large(field.value)
     large += external
     value = field.value if external else _nested(field.value, _no_large)
     return _Field(field.name, _field(field.kind), value, is_complete=not external)
-
-
-def _has_small(value: Value) -> bool:
-    match value:
-        case Nested():
-            return any(map(_has_small, value.items))
-        case SmallTensor():
-            return bool(value.data)
-        case _:
-            return isinstance(value, Scalar)
 
 
 def _emptied(value: Value) -> Value:
@@ -212,18 +206,22 @@ def _emptied(value: Value) -> Value:
             return Scalar(None) if isinstance(value, Scalar) else value
 
 
-# Images of equal size have equal headers. Their items share its small tensors, like those in vLLM's processor cache.
+# Images of equal size have equal headers. Their items share its small tensors, like items in vLLM's processor cache.
 _cached_template = lru_cache(maxsize=512)(_new_template)
 
 
-def _large(value: Value) -> Iterator[LargeTensor]:
-    """Return the large tensors of a value. Raises InvalidFeature for deeper nesting than processors give."""
+def _leaves(value: Value) -> Iterator[SmallTensor | LargeTensor | Scalar]:
+    """Yield what a value has, in any list of it. Raises InvalidFeature for deeper nesting than processors give."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        yield from (one for one in level if isinstance(one, LargeTensor))
+        yield from (one for one in level if not isinstance(one, Nested))
         level = [inner for one in level if isinstance(one, Nested) for inner in one.items]
     if level:
         raise InvalidFeature(f"a field of a feature has more than {MAX_DEPTH} levels")
+
+
+def _large(value: Value) -> list[LargeTensor]:
+    return [one for one in _leaves(value) if isinstance(one, LargeTensor)]
 
 
 def _no_large(large: LargeTensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Theory of operation. Which fields a family's code reads is not declared anywhere, so it is observed: for each item, the
 code that gateway and worker run over its header is run in the preparer. Large tensors are stand-ins there, whose
 values cannot be read, so it either succeeds as it will there, or raises; then the item's large fields are added to the
-header, smallest first, until it succeeds, and those that turn out not to be needed are removed. In most families no
+header, smallest first, until it succeeds, and fields that turn out not to be needed are removed. In most families no
 large field is read; some of audio count the tokens of a clip by its mask. Items of equal header, size and options have
 equal outcomes, and are not tried again.
 
@@ -175,7 +175,7 @@ class PlaceholderSource(Protocol):
 
 class PlaceholderLayout(NamedTuple):
     """The items of a prompt without their large tensors, and vLLM's prompt updates: by modality, then by item, the
-    updates of which one applies. Cached and shared: read-only."""
+    updates; one of them applies. Cached and shared: read-only."""
 
     data: MultiModalDataItems
     kwargs: MultiModalKwargsItems
@@ -226,8 +226,8 @@ class PlaceholderLayouts:
         layout: PlaceholderLayout,
     ) -> list[PlaceholderRange | None]:
         """Return the ranges of these items with the masks of the model's own placeholders; None for each where the
-        prompt has other tokens. The family's own search is used for those that modify an update's tokens in the prompt
-        (Gemma-3's newlines)."""
+        prompt has other tokens. The family's own search is used for families that modify an update's tokens in the
+        prompt (Gemma-3's newlines)."""
         updates = {modality: iter(items) for modality, items in layout.updates.items()}
         placed = [_at(token_ids, place, next(updates[one.modality])) for one, place in zip(media, ranges, strict=True)]
         if all(placed):
@@ -247,7 +247,7 @@ def layout_of(
     items: Sequence[MultiModalKwargsItem],
     options: bytes,
 ) -> PlaceholderLayout:
-    """Return the layout of `items`, those of `media` in order. Raises whatever the processor raises."""
+    """Return the layout of `items`, made of `media` in order. Raises whatever the processor raises."""
     sizes: dict[str, list[Any]] = {}
     processed: dict[str, list[Any]] = {}
     for one, item in zip(media, items, strict=True):

@@ -3,9 +3,9 @@
 Theory of operation. mistral_common tokenizes a chat together with its media: it fetches and decodes each item, since it
 writes the item's placeholder tokens itself, whose number depends on the item's size. In the gateway that would bypass
 the URL guard, the cache and the preparers. So it gets a *blank* for each item: the smallest image or clip, made here.
-A blank's placeholder, the *mark*, is replaced by that of the client's item where the prompt is expanded: in the
+A blank's placeholder, the *mark*, is replaced by the client's item's where the prompt is expanded: in the
 gateway, or in stages `decoded` and `url` in the worker. Chats of these models are thus tokenized before their media are
-prepared, like those of other models.
+prepared, like other models' items.
 
 mistral_common keeps the order of a chat's items (`tests/contract/test_mistral_chat.py`), so marks need no number.
 """
@@ -54,7 +54,7 @@ _MEDIA_PARTS: Mapping[str, Modality] = {"image_url": "image", "input_audio": "au
 
 _TEXT_PARTS = frozenset(("text", "thinking"))
 
-#: By modality, then by item, the updates of which one applies.
+#: By modality, then by item, the updates; one of them applies.
 Updates = Mapping[str, Sequence[Sequence[Any]]]
 
 
@@ -97,7 +97,7 @@ def expand_marks(processor: BaseMultiModalProcessor) -> None:
 def _expanded(
     processor: BaseMultiModalProcessor, marks: Mapping[Any, list[int]], token_ids: list[int], updates: Updates
 ) -> list[int]:
-    """Return the prompt with the placeholders of its items instead of `marks`, those of the blanks by modality;
+    """Return the prompt with the placeholders of its items instead of `marks`, the blanks' by modality;
     unchanged if it has them already.
 
     Raises ValueError if the prompt has not as many marks as items.
@@ -145,7 +145,7 @@ def _part(part: Any) -> Any:
 
 
 def chat_of_blanks(tokenizer: Any, modality: Modality, count: int) -> list[int]:
-    """Return the prompt of a chat of so many blanks; empty if the tokenizer is not Mistral's."""
+    """Return the prompt of a chat of that many blanks; empty if the tokenizer is not Mistral's."""
     if not is_mistral(tokenizer):
         return []
     return list(tokenizer.apply_chat_template([{"role": "user", "content": [blank_part(modality)] * count}]))

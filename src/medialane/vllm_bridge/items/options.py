@@ -5,7 +5,7 @@ any processor needs are rejected, in one pass that stops at the first limit (`ch
 `media_io_kwargs`).
 
 Some options a client may not set, even if the operator trusts requests with them: vLLM passes options to Hugging Face's
-processor together with arguments of its own. Those that specify the input or the format of the results are not
+processor together with arguments of its own. Arguments that specify the input or the format of the results are not
 processor options: another value breaks the call or the use of its results. All others are validated by the processor
 (`preparation`).
 
@@ -185,7 +185,7 @@ _Index = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _AllFrames = Annotated[int, msgspec.Meta(ge=-1, le=-1)]
 _AnyRate = Annotated[float, msgspec.Meta(ge=-1, le=-1)]
 
-#: The types of an option's value, one of which it must have.
+#: The types of an option's value: it must have one of them.
 _Types = tuple[Any, ...]
 
 #: Video options that clients may set, of all loaders of vLLM 0.32 (`multimodal/video.py`, `multimodal/media/video.py`).
@@ -249,7 +249,7 @@ def check_model_io(model_config: ModelConfig) -> None:
 def _is_supported(modality: str, key: str, value: object) -> bool:
     if modality != "video":
         return _has_type(value, _SUPPORTED.get(modality, {}).get(key, ()))
-    # Other values of `video_backend` are samplers; those that decode on a GPU are named after their decoder.
+    # Other values of `video_backend` are samplers; samplers that decode on a GPU are named after their decoder.
     return key not in _DECODERS and (key not in ("backend", "video_backend") or value not in _OTHER_DECODERS)
 
 
@@ -278,7 +278,7 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
 
 
 def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:
-    """Return the options with at most `max_frames` frames, for samplers with a frame count and those with a cap.
+    """Return the options with at most `max_frames` frames, for samplers with a frame count and samplers with a cap.
 
     `num_frames` is always set: if not given, from vLLM's default, or from `max_frames` if `fps` is given.
     """

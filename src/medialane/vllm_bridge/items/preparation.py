@@ -137,7 +137,7 @@ _JPEG_LIST_START = b"/9j/"
 class VllmFrameSampler:
     """Samples like vLLM does for `model_config`. Not thread-safe.
 
-    Options are not validated here: `options` restricts those of clients. `max_sampled_frames` limits the frames
+    Options are not validated here: `options` restricts the clients'. `max_sampled_frames` limits the frames
     requested of vLLM's own decoder; a `Video` has its own limit.
     """
 

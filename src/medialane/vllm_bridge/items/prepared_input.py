@@ -25,7 +25,7 @@ from medialane.types.feature import PlaceholderRange as Placeholder
 class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not typed
     """The `mm_kwargs` of a prepared prompt: its items, without data.
 
-    `num_tokens` are those of the items by modality, as soon as a worker has expanded the prompt.
+    `num_tokens` are the items', by modality, as soon as a worker has expanded the prompt.
     """
 
     def __init__(self, prepared: PreparedPrompt) -> None:

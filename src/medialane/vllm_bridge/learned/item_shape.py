@@ -6,12 +6,12 @@ its header and the shapes of its large tensors.
 
 The shapes of a model's items, learned from these samples.
 
-Theory of operation. Dimensions that differ between the samples may differ between requests; those that are equal in
-all of them (patch size, tile size, mel bins) are fixed by the model's weights. Less is known of a field that is missing
-from some samples, or of varying rank. A request's own processor options can change either, and vLLM does not check the
-result against the model: its encoder then raises inside EngineCore, or returns fewer embeddings than the prompt
-has placeholder tokens; either crashes every request. So an item of a request with options must have the dimensions
-common to all samples, and no fewer embeddings than tokens. The number that the model itself produces is
+Theory of operation. Dimensions that differ between the samples may differ between requests; dimensions that are equal
+in all of them (patch size, tile size, mel bins) are fixed by the model's weights. Less is known of a field that is
+missing from some samples, or of varying rank. A request's own processor options can change either, and vLLM does not
+check the result against the model: its encoder then raises inside EngineCore, or returns fewer embeddings than the
+prompt has placeholder tokens; either crashes every request. So an item of a request with options must have the
+dimensions common to all samples, and no fewer embeddings than tokens. The number that the model itself produces is
 derived in one of two ways, whichever the samples confirm:
 
 * in most families each embedding represents a fixed number of elements of the largest field (patches, tiles), or of
@@ -41,7 +41,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 import torch
-from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
+from vllm.multimodal.inputs import (
+    BaseMultiModalField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+)
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
 
 from medialane.types.errors import InvalidFeature, InvalidRequest
@@ -64,7 +69,7 @@ def trial_image(width: int, height: int) -> Image:
 
 
 def trial_video(width: int = 64, height: int = 64, num_frames: int = 4) -> FrameBatch:
-    """Return a short clip of which all frames were sampled."""
+    """Return a short clip whose frames were all sampled."""
     metadata = {
         "total_num_frames": num_frames,
         "fps": 2.0,
@@ -159,14 +164,16 @@ Dims = tuple[int | None, ...] | None
 
 
 class FieldSpec(msgspec.Struct, frozen=True):
-    """The properties that a field has in every item that has it. `dtypes` is empty if it is not always a tensor. In
-    `dims`, a dimension is None if it varies, or may do so in items unlike the samples (tiles, rows); in `own_dims`, if
-    it varied between the samples, or counts rows."""
+    """The properties that a field has in every item that has it; `kind` is how it is batched. `dtypes` is empty if it
+    is not always a tensor. In `dims`, a dimension is None if it varies, or may do so in items unlike the samples
+    (tiles, rows); in `own_dims`, if it varied between the samples, or counts rows. `numbers` are the least and the
+    greatest whole number in the samples (`whole_numbers`)."""
 
+    kind: BaseMultiModalField
     dtypes: frozenset[torch.dtype]
     dims: Dims
     own_dims: Dims
-    may_be_negative: bool
+    numbers: tuple[int, int]
     is_optional: bool
 
 
@@ -191,7 +198,7 @@ class ItemShape(msgspec.Struct, frozen=True):
     has_positions: bool
 
     def check(self, modality: str, item: MultiModalKwargsItem, *, has_options: bool) -> None:
-        """Raise InvalidFeature unless the item's fields match those of the samples."""
+        """Raise InvalidFeature unless the item's fields match the samples'."""
         required = {name for name, spec in self.fields.items() if not spec.is_optional}
         if not required <= item.keys() <= self.fields.keys():
             raise InvalidFeature(f"{modality}: fields {sorted(item)} instead of {sorted(self.fields)}")
@@ -210,7 +217,7 @@ class ItemShape(msgspec.Struct, frozen=True):
 
 
 def learn_shapes(trial: TrialItems, *, has_positions: bool) -> Mapping[Modality, ItemShape]:
-    """Return the shapes of a model's items; none of a modality of which no sample can be processed."""
+    """Return the shapes of a model's items; none for a modality whose samples cannot be processed."""
     return {
         modality: _learn(trial.layouts, items, has_positions=has_positions)
         for modality, items in trial.by_modality.items()
@@ -292,22 +299,28 @@ def _num_bytes(elem: MultiModalFieldElem) -> int:
 
 def _common(elems: Sequence[MultiModalFieldElem], *, is_optional: bool) -> FieldSpec:
     values = [elem.data for elem in elems]
+    field = elems[0].field
+    ranges = [(least, greatest) for least, greatest in map(whole_numbers, values) if least <= greatest]
+    numbers = (min(ranges)[0], max(greatest for _, greatest in ranges)) if ranges else (0, -1)
     if not all(isinstance(v, torch.Tensor) for v in values):
-        return FieldSpec(frozenset(), None, None, True, is_optional)
+        return FieldSpec(field, frozenset(), None, None, numbers, is_optional)
     own = _common_dims(values)
     dims: Dims = None if own is None else (None,) * len(own)
-    field = elems[0].field
     if isinstance(field, MultiModalFlatField) and own:  # the other fields determine the number of rows
         row = field.dim % len(own)
         dims = own = (*own[:row], None, *own[row + 1 :])
-    known = [v for v in values if not has_stand_in(v)]
-    may_be_negative = not known or any(not _is_counting(v) or bool((v < 0).any()) for v in known)
-    return FieldSpec(frozenset(v.dtype for v in values), dims, own, may_be_negative, is_optional)
+    return FieldSpec(field, frozenset(v.dtype for v in values), dims, own, numbers, is_optional)
 
 
-def _is_counting(value: torch.Tensor) -> bool:
-    """Return whether its dtype is of whole numbers that could be negative, but are not if they count something."""
-    return value.dtype.is_signed and not (value.is_floating_point() or value.is_complex())
+def whole_numbers(data: Any) -> tuple[int, int]:
+    """Return the least and the greatest whole number; an empty range for pixels, fractions, and unknown values."""
+    if isinstance(data, int):
+        return int(data), int(data)
+    has_numbers = isinstance(data, torch.Tensor) and data.numel() and data.dtype != torch.uint8
+    if not has_numbers or data.is_floating_point() or data.is_complex() or has_stand_in(data):
+        return 0, -1
+    values = data.numpy()  # torch has no minimum of some unsigned dtypes
+    return int(values.min()), int(values.max())
 
 
 def _common_dims(values: Sequence[torch.Tensor]) -> Dims:
@@ -325,7 +338,8 @@ def _check_field(name: str, elem: MultiModalFieldElem, spec: FieldSpec, dims: Di
         raise InvalidFeature(f"{name}: {getattr(data, 'dtype', type(data).__name__)} instead of {expected}")
     if dims is not None:
         _check_dims(name, data.shape, dims)
-    if not spec.may_be_negative and data.nbytes <= _SMALL_BYTES and bool((data < 0).any()):
+    counts_something = 0 <= spec.numbers[0] <= spec.numbers[1]
+    if counts_something and data.nbytes <= _SMALL_BYTES and whole_numbers(data)[0] < 0:
         raise InvalidFeature(f"{name}: a negative number")
 
 

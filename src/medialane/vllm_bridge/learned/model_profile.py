@@ -8,7 +8,7 @@ prints the whole.
 In which form a model accepts embeddings of clients is not part of it: that takes the weights, so each engine process
 tries it (`embeds`).
 
-Finds out at start of which modalities this model's items may be processed one by one (stage `features`).
+Finds out at start for which modalities this model's items may be processed one by one (stage `features`).
 
 Theory of operation. Stage `features` assumes that an item's tensors do not depend on the request's other items, that
 they can be sent, and that the prompt can be expanded and validated from their headers. No list of models says for
@@ -67,7 +67,7 @@ from medialane.vllm_bridge.seams.multimodal import (
     unknown_modalities,
 )
 
-#: Attributes of Hugging Face's image processors; those of videos have the same.
+#: Attributes of Hugging Face's image processors; video processors have the same.
 _NUMBERS = ("image_mean", "image_std", "rescale_factor")
 
 
@@ -100,8 +100,8 @@ def _plain(value: Any) -> float | list[float] | None:
 
 
 class ModalityProfile(msgspec.Struct, frozen=True):
-    """What `doctor` prints of a modality. `stage` is that of requests with such items, `why_not_features` is empty if
-    it is `features`; `max_pixels` is None if clients cannot lower a limit; `counted_by` is the field by which the
+    """What `doctor` prints of a modality. `stage` is the stage of requests with such items, `why_not_features` is empty
+    if it is `features`; `max_pixels` is None if clients cannot lower a limit; `counted_by` is the field by which the
     embeddings of an item are counted, empty if only the processor knows; `is_predicted` if an item's header is known
     from the size of the media."""
 
@@ -135,7 +135,7 @@ class ModelProfile:
 
     @cached_property
     def unfit(self) -> Mapping[Modality, str]:
-        """Why stage `features` is not used for requests with a modality, of those for which it is not."""
+        """Why stage `features` is not used for requests with a modality, by modality, where it is not."""
         return learn_unfit(self)
 
     @property
@@ -236,7 +236,7 @@ logger = logging.getLogger(__name__)
 
 
 def learn_unfit(profile: ModelProfile) -> Mapping[Modality, str]:
-    """Return why stage `features` is not used for requests with a modality, of those for which it is not."""
+    """Return why stage `features` is not used for requests with a modality, by modality, where it is not."""
     processor = profile.processor
     modalities = [modality for modality in SAMPLES if modality in accepted_modalities(processor)]
     if unknown := unknown_modalities(processor):
@@ -337,7 +337,7 @@ class _Trial:
 
 
 def _prompt(processor: BaseMultiModalProcessor, modality: Modality, count: int) -> list[int]:
-    """Return a prompt with the placeholders of so many items."""
+    """Return a prompt with the placeholders of that many items."""
     tokenizer = processor.info.get_tokenizer()
     text = processor.dummy_inputs.get_dummy_text({modality: count})  # empty for a Mistral tokenizer
     return chat_of_blanks(tokenizer, modality, count) or list(tokenizer.encode(text, add_special_tokens=False))

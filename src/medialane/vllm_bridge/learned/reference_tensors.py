@@ -58,16 +58,12 @@ class PlainVllm:
 
     def process(self, modality: Modality, loaded: Any) -> Mapping[str, Any]:
         """Return the fields of the item, by name."""
-        return _fields(process_one(self._processor, modality, loaded), modality)
+        (item,) = process_one(self._processor, modality, loaded)["mm_kwargs"][modality]
+        return {name: elem.data for name, elem in item.items()}
 
     def process_decoded(self, media: Decoded) -> Mapping[str, Any]:
         """Return the fields of an item that we have decoded, as a worker makes them (stage `decoded`)."""
         return self.process(media.modality, engine_media(media))
-
-
-def _fields(whole: Any, modality: Modality) -> Mapping[str, Any]:
-    (item,) = whole["mm_kwargs"][modality]
-    return {name: elem.data for name, elem in item.items()}
 
 
 class HuggingFace:
@@ -158,7 +154,7 @@ _MAX_FORM_CHARS = 100
 def compare_fields(
     plain: Values, ours: Values, hugging_face: Values | None, normalisation: PixelNormalisation | None
 ) -> tuple[FieldComparison, ...]:
-    """Compare all fields of an item, those of plain vLLM first. `normalisation` is the device's; None if there is
+    """Compare all fields of an item, plain vLLM's first. `normalisation` is the device's; None if there is
     none."""
     theirs = (
         {}

@@ -12,7 +12,7 @@ are bound to the shapes of other fields, or occur in samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -26,17 +26,11 @@ from medialane.types.errors import FeatureUnsupported, InvalidFeature, InvalidRe
 from medialane.types.feature import PlaceholderRange
 from medialane.types.media import Modality
 from medialane.types.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
-from medialane.vllm_bridge.items.features import (
-    MAX_DEPTH,
-    decode_item,
-    decode_item_without_tensors,
-    encode_item,
-    tensor_over,
-)
+from medialane.vllm_bridge.items.features import MAX_DEPTH, decode_item, encode_item, tensor_over
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, HeaderWriter, configs_of
+from medialane.vllm_bridge.learned.item_shape import whole_numbers
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
 from medialane.vllm_bridge.seams.scale_out import RAW_VIEW
-from medialane.vllm_bridge.seams.stand_ins import has_stand_in
 
 #: Model families use up to a dozen.
 MAX_FIELDS = 64
@@ -96,40 +90,31 @@ class TensorsReader:
 
     def __init__(self, profile: ModelProfile) -> None:
         self._processor: BaseMultiModalProcessor = profile.processor
-        self._shapes = profile.shapes
+        self._shapes = {m: shape for m, shape in profile.shapes.items() if m not in profile.unfit}
         self._checker = profile.checker
         self._headers = HeaderWriter(profile.processor)
-        samples = {
-            modality: [decode_item_without_tensors(one.header) for one in made]
-            for modality, made in profile.trial.by_modality.items()
-            if modality not in profile.unfit
-        }
-        #: How fields are batched, and the least and greatest whole number of each in the samples.
-        self._kinds = {m: {n: elem.field for item in items for n, elem in item.items()} for m, items in samples.items()}
-        #: Of a client's media the size is not known. Where tokens depend on it, a prompt does not fit that of a sample.
+        #: Of a client's media the size is not known. Where tokens depend on it, a prompt does not fit a sample's.
         self._sizes = {modality: made[0].size for modality, made in profile.trial.by_modality.items() if made}
-        self._numbers = {modality: _ranges(items) for modality, items in samples.items()}
 
     def read(self, modality: Modality, data: bytes) -> SentTensors:
         """Return an item over `data`, without a copy. Raises InvalidFeature."""
-        kinds = self._kinds.get(modality)
-        if kinds is None:
+        if (shape := self._shapes.get(modality)) is None:
             raise InvalidFeature(f"this model has no {modality} features")
         try:
             read = _ItemValues().read
             values = {name: read(elem.data) for name, elem in sorted(_fields(data).items())}
         except _UNREADABLE as error:
             raise InvalidFeature("the tensors are not encoded as vLLM encodes them") from error
-        if unknown := sorted(values.keys() - kinds.keys()):
+        if unknown := sorted(values.keys() - shape.fields.keys()):
             raise InvalidFeature(f"{modality}: there is no field {unknown[0][:64]}")
         if odd := [name for name, value in values.items() if not _is_finite(value)]:
             raise InvalidFeature(f"{modality} {odd[0]}: NaN or infinite numbers")
-        item = MultiModalKwargsItem({n: MultiModalFieldElem(data=v, field=kinds[n]) for n, v in values.items()})
-        item = self._with_own_fields(modality, item)
+        elems = {n: MultiModalFieldElem(data=v, field=shape.fields[n].kind) for n, v in values.items()}
+        item = self._with_own_fields(modality, MultiModalKwargsItem(elems))
         return SentTensors(modality, item, encode_item(item))
 
     def equals(self, sent: SentTensors, header: bytes, tensors: Sequence[memoryview]) -> bool:
-        """Return whether the item equals, byte by byte, that of a feature."""
+        """Return whether the item equals a feature's, byte by byte."""
         own = decode_item(header, tensors)
         try:
             in_order = MultiModalKwargsItem({name: own[name] for name in sorted(own)})
@@ -146,8 +131,7 @@ class TensorsReader:
         """Return the item in the form in which it is stored. Raises InvalidFeature; InvalidRequest for modalities
         whose tensors do not show what the encoder makes of them."""
         modality, item = sent.modality, sent.item
-        shape = self._shapes.get(modality)
-        if shape is None or shape.measure is None or any(not _is_plain(elem.data) for elem in item.values()):
+        if self._shapes[modality].measure is None or any(isinstance(elem.data, list) for elem in item.values()):
             message = "tensors of this model are used only if this server has made them: send the media, or a reference"
             raise InvalidRequest(message)
         self._checker.check_item(modality, item)
@@ -173,8 +157,8 @@ class TensorsReader:
     def _check_numbers(self, modality: Modality, item: MultiModalKwargsItem) -> None:
         """Raise InvalidFeature for whole numbers that nothing bounds: a model may use them as indices."""
         for name, elem in item.items():
-            least, greatest = _range(elem.data)
-            expected = self._numbers[modality].get(name, (0, -1))
+            least, greatest = whole_numbers(elem.data)
+            expected = self._shapes[modality].fields[name].numbers
             if least > greatest or (expected[0] <= least and greatest <= expected[1]):
                 continue
             if self._is_bound(modality, item, name):
@@ -195,7 +179,7 @@ class TensorsReader:
 
 
 class _ItemValues:
-    """Those of one item, which are counted while they are read."""
+    """The tensors of one item, which are counted while they are read."""
 
     def __init__(self) -> None:
         self._num_left = MAX_VALUES
@@ -243,28 +227,3 @@ def _is_finite(data: Any) -> bool:
     if isinstance(data, torch.Tensor):
         return not (data.is_floating_point() or data.is_complex()) or bool(torch.isfinite(data).all())
     return math.isfinite(data)
-
-
-def _is_plain(data: Any) -> bool:
-    return isinstance(data, torch.Tensor | int | float)
-
-
-def _range(data: Any) -> tuple[int, int]:
-    """Return the least and the greatest whole number; an empty range for pixels, fractions, and unknown values."""
-    if isinstance(data, int):
-        return int(data), int(data)
-    has_numbers = isinstance(data, torch.Tensor) and data.numel() and data.dtype != torch.uint8
-    if not has_numbers or data.is_floating_point() or data.is_complex() or has_stand_in(data):
-        return 0, -1
-    return int(data.min()), int(data.max())
-
-
-def _ranges(items: Sequence[MultiModalKwargsItem]) -> Mapping[str, tuple[int, int]]:
-    ranges: dict[str, tuple[int, int]] = {}
-    for item in items:
-        for name, elem in item.items():
-            least, greatest = _range(elem.data)
-            if least <= greatest:
-                known = ranges.get(name, (least, greatest))
-                ranges[name] = min(known[0], least), max(known[1], greatest)
-    return ranges

@@ -39,7 +39,7 @@ from vllm.config import ModelConfig
 
 from medialane.types.hashing import canonical_options, content_hash, digest
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
-from medialane.vllm_bridge.seams.multimodal import load_hf_processor
+from medialane.vllm_bridge.seams.multimodal import NO_HF_PROCESSOR, load_hf_processor
 
 #: Files of a model from which its processor or tokenizer is built.
 _FILES = (
@@ -53,9 +53,6 @@ _FILES = (
     "tekken.json",
     "params.json",
 )
-
-#: Raised for a model whose family processes media by itself, without the files of a Hugging Face processor.
-_NO_PROCESSOR = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError)
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +99,7 @@ def compared_settings(load: Callable[[], Any], folders: Sequence[str] = ()) -> d
     """
     try:
         one, two = (_described(load(), folders) for _ in range(2))
-    except _NO_PROCESSOR as error:
+    except NO_HF_PROCESSOR as error:
         logger.warning("the model has no Hugging Face processor whose settings could be compared: %r", error)
         return {}
     changing = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
@@ -252,7 +249,7 @@ class _Describer:
         return {type(value).__qualname__: inner}
 
     def mapping(self, value: Mapping[Any, object], path: str) -> Tree:
-        """Without the order of keys, which may be that of a set."""
+        """Without the order of keys, which may come from a set."""
         pairs = [[self.tree(key, path), self.tree(inner, f"{path}[{key}]")] for key, inner in value.items()]
         return {type(value).__qualname__: sorted(pairs, key=msgspec.json.encode)}
 

@@ -1,9 +1,9 @@
-"""Headers of items that nobody has processed: in most families they are functions of the media's size.
+"""Headers of unprocessed items: in most families they are functions of the media's size.
 
 Theory of operation. A header has the shapes of an item's large tensors, and the values of its small ones: grids,
 counts, masks. Whether these depend on the content of the media is declared nowhere, so it is found out at start: a
 sample of each of several sizes is processed again as noise, and in some sizes as a blank. If all headers of a size are
-equal, that of a blank is as good as any. Fields whose values differ have content; they are in the header if they are
+equal, a blank's is as good as any. Fields whose values differ have content; they are in the header if they are
 small enough (the pixels of an icon), so headers of such sizes are not predicted. What a request's own options change
 is not known from the samples: with options, a blank and noise of the very size must have the same header.
 
@@ -218,7 +218,7 @@ def _tokens_follow_feature(processor: BaseMultiModalProcessor, item: TrialItem, 
         (updates,) = layouts.find([source], options).updates[item.modality]
         return [list(update.content.full) for update in updates]
 
-    # A quarter of an image's pixels, or of a frame's; some families count those of all frames.
+    # A quarter of an image's pixels, or of a frame's; some families count all frames'.
     fewer = min(limit, item.size.width * item.size.height) // 4
     options = canonical_options({"min_pixels": min(4096, fewer), "max_pixels": fewer})
     made = VllmProcessor(processor).process(item.media, options)

@@ -134,7 +134,7 @@ class FeatureChecker:
 
     def check_item(self, modality: Modality, item: MultiModalKwargsItem, options: bytes | None = None) -> None:
         """Raise InvalidFeature unless an item has the fields, dimensions and rows of the model's own. `options` are
-        those with which it was processed, None if they are not known: by a client."""
+        the options with which it was processed, None if they are not known: by a client."""
         if (shape := self._shapes.get(modality)) is None:
             raise InvalidFeature(f"this worker does not support {modality} features")
         shape.check(modality, item, has_options=options != NO_OPTIONS)
@@ -164,7 +164,7 @@ class FeatureChecker:
             self._check_rendered_items(kwargs, places, media, options)
 
     def unchanged(self, modalities: Iterable[Modality], options: bytes) -> list[Modality]:
-        """Return those of which items must have the same layout as without these options (`check_unchanged`)."""
+        """Return the modalities whose items must have the same layout as without these options (`check_unchanged`)."""
         if options == NO_OPTIONS:
             return []
         return [m for m in modalities if (shape := self._shapes.get(m)) is not None and shape.measure is None]
@@ -276,7 +276,7 @@ def _duration_s(item: MultiModalKwargsItem) -> float:
 
 def max_video_s(config: Any) -> float:
     """Return how long a video may be by its rotary positions. vLLM's table has four times `max_position_embeddings`
-    (`MRotaryEmbedding`), of which a prompt's other tokens take one at most."""
+    (`MRotaryEmbedding`); a prompt's other tokens take one at most."""
     config = getattr(config, "thinker_config", config)
     per_second = getattr(getattr(config, "vision_config", None), "tokens_per_second", None)
     per_second = per_second or getattr(config, "position_id_per_seconds", None) or 1.0
@@ -295,7 +295,7 @@ def _check_flat(name: str, elem: MultiModalFieldElem, field: MultiModalFlatField
 
 
 def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
-    """Return whether the prompt is that of an encode request, one placeholder and at most one token, with the embedded
+    """Return whether the prompt belongs to an encode request: one placeholder and at most one token, with the embedded
     tokens of its feature. The tokens around them may contain the item's number in the request that it is part of
     (MiniCPM-V)."""
     if len(prompt.features) != 1:

@@ -154,7 +154,7 @@ def _fast(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")
-    is_schema = isinstance(kind, str)  # otherwise a dict of schemas by name, one of which may be `type` or `default`
+    is_schema = isinstance(kind, str)  # otherwise a dict of schemas by name, which may be `type` or `default`
     copy = {name: part if is_schema and name in _VALUES else _fast(part) for name, part in schema.items()}
     if kind == "list" and copy.get("items_schema", _ATOM)["type"] not in _ATOMS:
         copy["items_schema"] = {"type": "function-before", "function": _RELEASE_GIL, "schema": copy["items_schema"]}

@@ -6,8 +6,8 @@ in a separate process, since it configures OpenMP by environment variables, whic
 spins: one model keeps two cores busy, and each step costs two messages. Here the threads are configured by calls
 instead, and a step is a function call.
 
-The cores are those that vLLM would choose (`OMPProcessManager`, which honours VLLM_CPU_OMP_THREADS_BIND): all but the
-one reserved for other processes.
+The cores are the ones that vLLM would choose (`OMPProcessManager`, which honours VLLM_CPU_OMP_THREADS_BIND): all but
+the one reserved for other processes.
 
 *EngineCore is a fork of the worker.* vLLM spawns it: a new interpreter, which imports vLLM again and has pages of its
 own. What that is for, OpenMP settings by environment variables, is done by calls here (`CpuExecutor`). The processes

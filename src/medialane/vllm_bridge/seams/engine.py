@@ -104,7 +104,7 @@ class CompletionText:
         self.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def add(self, token_ids: list[int], *, is_stopped: bool) -> tuple[int, str | None]:
-        """Add tokens, the last of which has stopped the completion if it `is_stopped`. Return the number of those that
+        """Add tokens; the last one has stopped the completion if it `is_stopped`. Return the number of tokens that
         are part of the completion, and the stop string that they complete, if they do."""
         num_before = self.detokenizer.num_output_tokens()
         stop_string = self.detokenizer.update(token_ids, is_stopped)
@@ -120,7 +120,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        #: Decoding one takes 20 us or more, of which each position has as many as the client wants.
+        #: Decoding one takes 20 us or more, and each position has as many as the client wants.
         self.texts: dict[int, str] = {}
         self.processor = LogprobsProcessor(
             tokenizer=tokenizer,

@@ -72,10 +72,6 @@ def new_processor(model_config: ModelConfig) -> BaseMultiModalProcessor:
     return take_images(MULTIMODAL_REGISTRY.create_processor(model_config))
 
 
-# Functions that a processor decorates with `torch.compile` (Nemotron Nano VL) run as they are, with equal
-# results: preparers have no compiler, and the process that they fork from may not have its threads.
-
-
 def accepted_modalities(processor: BaseMultiModalProcessor) -> frozenset[str]:
     """Return the modalities that requests may have: the model supports them, and their limit is not 0
     (`--limit-mm-per-prompt`)."""
@@ -90,8 +86,14 @@ def unknown_modalities(processor: BaseMultiModalProcessor) -> list[str]:
 def run_hf_processor(
     processor: BaseMultiModalProcessor, items: MultiModalDataItems, options: Mapping[str, object]
 ) -> BatchFeature:
+    # Functions that a processor decorates with `torch.compile` (Nemotron Nano VL) run as they are, with equal results:
+    # preparers have no compiler, and the process that they fork from may not have its threads.
     with torch.compiler.set_stance("force_eager"):
         return processor._apply_hf_processor_main(mm_items=items, hf_kwargs=options)
+
+
+#: Raised for a model whose family processes media by itself, without the files of a Hugging Face processor.
+NO_HF_PROCESSOR = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError)
 
 
 def hf_processor_of(processor: BaseMultiModalProcessor) -> Any | None:
@@ -99,12 +101,12 @@ def hf_processor_of(processor: BaseMultiModalProcessor) -> Any | None:
     which vLLM could load it."""
     try:
         return processor.info.get_hf_processor()
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError):
+    except NO_HF_PROCESSOR:
         return None
 
 
 def load_hf_processor(processor: BaseMultiModalProcessor) -> Any:
-    """Return a Hugging Face processor like that of `processor`, loaded anew: no use has changed it."""
+    """Return a Hugging Face processor like `processor`'s, loaded anew: no use has changed it."""
     context = processor.info.ctx
     cached_get_processor.cache_clear()
     return MULTIMODAL_REGISTRY.create_processor(
@@ -125,7 +127,7 @@ def prompt_updates(
     options: Mapping[str, object],
     kwargs: MultiModalKwargsItems,
 ) -> Mapping[str, Sequence[Sequence[Any]]]:
-    """Return the placeholder tokens of each item: by modality, then by item, the updates of which one applies."""
+    """Return the placeholder tokens of each item: by modality, then by item, the updates; one of them applies."""
     return processor._get_mm_prompt_updates(items, options, kwargs)
 
 
@@ -280,7 +282,7 @@ def mm_hashes(
     options: Mapping[str, object],
     io: Mapping[str, Mapping[str, object]],
 ) -> Mapping[str, list[str]]:
-    """Return the hashes of all items of a prompt, by modality; of those with a uuid, the item is not read."""
+    """Return the hashes of all items of a prompt, by modality; items with a uuid are not read."""
     inputs = ProcessorInputs(
         prompt=[],
         mm_data_items=MultiModalDataItems({name: ProcessorBatchItems(each, name) for name, each in items.items()}),

@@ -40,7 +40,7 @@ class Broken(NamedTuple):
 
 
 def probe(processes: Sequence[Process] = get_args(Process), groups: Sequence[Group] = GROUPS) -> list[Broken]:
-    """Return the broken seams among those that these processes use, by default all. Imports only the vLLM modules
+    """Return the broken seams that these processes use, by default all. Imports only the vLLM modules
     that contain them."""
     return [
         Broken(group, seam, why)
@@ -123,7 +123,7 @@ def resolve(where: str) -> Any:
 
 
 def _other_parameters(found: Any, seam: Seam) -> str:
-    """Return how the parameters differ from those of the table; empty if they do not."""
+    """Return how the parameters differ from the table's; empty if they do not."""
     expected = seam.parameters or ()
     try:
         actual = inspect.signature(found).parameters

@@ -130,7 +130,7 @@ class _PiecesEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
 
 
 def _raw_header(num_bytes: int) -> bytes:
-    """Return the header of a msgpack extension with this much data: that of a large tensor."""
+    """Return the header of a msgpack extension with this much data, for a large tensor."""
     kind = bytes([CUSTOM_TYPE_RAW_VIEW])
     if num_bytes < 1 << 16:
         return b"\xc8" + num_bytes.to_bytes(2, "big") + kind

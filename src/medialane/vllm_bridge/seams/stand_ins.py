@@ -2,7 +2,7 @@
 
 Theory of operation. A stand-in takes part in any operation, and its result is a stand-in. Whatever needs values raises:
 conversion to numbers or an array, a shape that depends on them, and writing them to a real tensor. So a result computed
-from stand-ins is either that of the real tensors, or an exception; never a wrong one. Zeros would give wrong ones, and
+from stand-ins is either the real tensors' result, or an exception; never a wrong one. Zeros would give wrong ones, and
 torch's own `meta` tensors do in places (`real[meta > 0] = 1` does nothing). Shapes are computed by `meta` tensors; a
 stand-in appears to be on the CPU, so that it can be batched with real tensors. A tensor subclass needs names of torch
 that are documented, but private.

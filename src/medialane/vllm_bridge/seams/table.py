@@ -15,7 +15,7 @@ TESTED_VLLM = "0.32.0"
 #: `override`: our subclass defines it and vLLM calls ours; `parameters` are all of its parameters, in order.
 #: `replace`: we replace it by our own; `parameters` as for `override`, unless it is a class.
 #: `order`: values are passed or decoded by position: `parameters` are all of them, in order.
-#: `read`: a class, object or module of which we use `attributes`.
+#: `read`: a class, object or module whose `attributes` we use.
 Kind = Literal["call", "override", "replace", "order", "read"]
 
 Process = Literal["gateway", "worker", "check"]
@@ -69,7 +69,7 @@ _ROW = re.compile(
 
 def _seams(text: str) -> tuple[Seam, ...]:
     """Return the seams of rows that begin with their kind. `.name` is a member of the class of the row before, `:name`
-    is in its module; `called_in` needs no module if it is that of `where`."""
+    is in its module; `called_in` needs no module if it is the same as in `where`."""
     seams: list[Seam] = []
     for row in re.split(rf"\n *(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:]:
         seams.append(_seam(row.strip(), before=seams[-1].where if seams else ""))
@@ -108,7 +108,7 @@ GROUPS: tuple[Group, ...] = (
         purpose="vLLM's own parser reads the flags after `--`",
         module="seams.arguments",
         without="vLLM's flags cannot be parsed: nothing starts",
-        instead="`AsyncEngineArgs.add_cli_args` for the engine's flags; none for those of the server",
+        instead="`AsyncEngineArgs.add_cli_args` for the engine's flags; none for the server's",
         tests=("tests/contract/test_vllm_server_flags.py", "tests/contract/test_vllm_engine_options.py"),
         seams=_seams("""
             call vllm.entrypoints.launchers.cli_args:make_arg_parser(parser)
@@ -295,7 +295,7 @@ GROUPS: tuple[Group, ...] = (
         purpose="prompts are expanded over tensors that have a shape, but no values to be read",
         module="seams.stand_ins",
         without="a value that is not in an item's header could be read by mistake",
-        instead="torch's meta tensors, of which some operations leave real tensors as they are",
+        instead="torch's meta tensors; some operations leave real tensors as they are",
         tests=("tests/unit/vllm_bridge/test_vllm_bridge_stand_ins.py",),
         seams=_seams("""
             read torch:Tensor with _make_wrapper_subclass
@@ -371,7 +371,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _multimodal(
         name="processor settings",
-        purpose="settings of the Hugging Face processor are those of a new one, not of one that was used",
+        purpose="settings of the Hugging Face processor come from a new one, not from one that was used",
         without="processes may disagree about settings, and features are not used",
         tests=("tests/contract/test_vllm_engine_settings.py",),
         seams=_seams("""
@@ -462,7 +462,7 @@ GROUPS: tuple[Group, ...] = (
     ),
     _engine(
         name="text at the seam",
-        purpose="the text of an answer that goes on at another worker is that of an undisturbed one",
+        purpose="the text of an answer that goes on at another worker equals an undisturbed one's",
         processes=("gateway",),
         without="an answer ends with its worker",
         tests=("tests/contract/test_continued_text.py", "tests/contract/test_vllm_engine_continuation.py"),
