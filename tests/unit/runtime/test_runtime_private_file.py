@@ -14,7 +14,7 @@ SRC = Path(medialane.__file__).parent
 #: Which files others may read, or that are nowhere: a report where the user wants it, /proc, memory, pipes, a
 #: private folder (adapters), and what only tests write.
 OPEN = {
-    "cli/check_command.py", "cli/bench.py", "prepare/sandbox.py", "runtime/forked_ahead.py",
+    "cli/check_command.py", "prepare/sandbox.py", "runtime/forked_ahead.py",
     "vllm_bridge/engine/adapters.py", "vllm_bridge/items/mistral_chat.py", "wire/certificate_authority.py",
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ async def test_watchdog_gets_signs_of_life_while_the_loop_runs(manager, monkeypa
 
 async def test_watchdog_of_another_process_gets_none(manager, monkeypatch):
     monkeypatch.setenv("WATCHDOG_USEC", "20000")
-    monkeypatch.setenv("WATCHDOG_PID", "1")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() + 1))
     async with watched(lambda: "serving"):
         await eventually(lambda: "STATUS=serving" in manager.read())
     assert "WATCHDOG=1" not in manager.read()
