@@ -12,7 +12,7 @@ the file over pins their entries before it evicts anything. Times are of the clo
 (`media.http_cache.boot_time`).
 
 Each lease counts as one, and with its bytes, also if several have one entry; uploads count from their beginning, so
-that long leases take no memory from requests. All of a store, and of a tenant, have a share of the arena's
+that unfinished ones take no memory from requests. All of a store, and of a tenant, have a share of the arena's
 bytes and of its entries.
 """
 

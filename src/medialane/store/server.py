@@ -304,7 +304,7 @@ class StoreSession:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Holds of the calls that are being answered."""
+        """The tasks of the calls that are being answered."""
         return list(self._tasks.values())
 
     async def reclaim(self) -> None:
