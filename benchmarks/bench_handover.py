@@ -40,7 +40,7 @@ from medialane.arena import ArenaConfig
 from medialane.config import process_environ
 from medialane.gateway import Gateway, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
 from medialane.observability import Metrics
-from medialane.routing import Router, RoutingConfig
+from medialane.routing import Router
 from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_media import sample_pixels
@@ -171,7 +171,7 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
         features=nothing,
         assembler=FakeAssembler(),
         workers=workers,
-        router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache and sends no KV events
+        router=Router(),
         metrics=metrics,
     )
     return workers, gateway

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import Gateway, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
 from medialane.observability import Metrics
-from medialane.routing import Router, RoutingConfig
+from medialane.routing import Router
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.types.request import (
     CompletionDelta,
@@ -160,7 +160,7 @@ async def _gateway(path: str, num_workers: int, sent: Any, *, requests: float, s
         features=nothing,
         assembler=FakeAssembler(),
         workers=pool,
-        router=Router(RoutingConfig(store_grace_s=1e9)),  # these workers have no KV cache
+        router=Router(),
         metrics=metrics,
     )
     running = asyncio.create_task(pool.run())

@@ -35,7 +35,7 @@ IN_FLIGHT = 500
 #: Hot images, and tokens of each.
 NUM_IMAGES, IMAGE_TOKENS = 64, 1000
 #: No engine here stores blocks: disables the warnings about that.
-_CONFIG = RoutingConfig(store_grace_s=1e9)
+_CONFIG = RoutingConfig()
 _SPEC = TensorSpec("uint8", (4 << 20,))
 _RANGE = ArenaRange("a" * 32, 0, (4 << 20) + 64, 1)
 #: A prompt is routed before its media are inspected.

@@ -575,8 +575,8 @@ ROUTING: Rows = {
         ),
         graph(
             "Missed predictions",
-            "Prompts with fewer cached tokens than predicted, blocks that were never stored, and"
-            " decisions whose request was never sent.",
+            "Prompts whose engines had fewer tokens cached than predicted, or more, and decisions whose request was"
+            " never sent.",
             [
                 (rate("medialane_routing_missed_predictions_total", by="kind"), "{{kind}}"),
                 (rate("medialane_routing_unsent_decisions_total"), "unsent"),

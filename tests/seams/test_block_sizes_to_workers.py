@@ -63,4 +63,4 @@ async def test_prompts_return_to_the_worker_that_caches_them_at_its_block_size(p
         assert found.decision.worker_id == first[seed].decision.worker_id
         assert found.decision.cached_tokens == NUM_TOKENS // used[seed] * used[seed] == found.engine_cached_tokens
     counts = parts.router.predictions
-    assert counts.num_unexplained == 0
+    assert (counts.num_fewer, counts.num_more) == (0, 0)

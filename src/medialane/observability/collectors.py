@@ -208,12 +208,12 @@ def routing_metrics(stats: RoutingStats) -> Iterator[Metric]:
         "Media items predicted to be in encoder caches",
         value=stats.num_encoder_items,
     )
-    text = "Prompts with fewer cached tokens than predicted, or with blocks never reported as stored"
+    text = "Prompts whose engines had fewer tokens cached than predicted, or more"
     yield _counter(
         "medialane_routing_missed_predictions",
         text,
         "kind",
-        {"fewer_cached": stats.num_unexplained, "never_stored": stats.num_never_stored},
+        {"fewer_cached": stats.num_fewer_cached, "more_cached": stats.num_more_cached},
     )
     text = "Routing decisions whose request was not sent: cancelled, failed or rerouted"
     yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)

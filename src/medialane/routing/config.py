@@ -60,8 +60,6 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """most concurrent requests of this gateway at one worker; 0: no limit"""
     pending_ttl_s: PositiveFloat = field(default=60.0, name="routing-pending-ttl")
     """how long a prompt in flight counts as cached without KV events that confirm it"""
-    store_grace_s: PositiveFloat = field(default=10.0, name="routing-store-grace")
-    """how long after the first token the KV events of a prompt may arrive"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the invalid setting."""

@@ -1,17 +1,14 @@
-"""Monitors whether workers cache what the router predicts.
+"""Watches whether engines cache what the router assumes.
 
-Two predictions are checked for each request that got its first token: the number of cached tokens that the engine
-reports, and that a KV event reports the prompt's last full block within the grace period. If router and engine compute
-block ids differently, or events are lost, both checks fail, and cache-aware routing silently degrades to routing by
-load. So the outcomes of each slot's last requests are kept, and a warning is logged if half of them are bad.
+With a request's first token its engine reports how many tokens of the prompt were cached. They are fewer than the
+router has counted on, although the worker still reports their last block; or more, up to a block that the worker never
+reported. If router and engine compute block ids differently, or events are lost, one of both shows, and cache-aware
+routing silently degrades to routing by load. So both are counted, and a warning is logged if half of a worker's last
+requests were such. Three cases are none:
 
-Cases that must not raise a false alarm:
-
-* A block that is evicted between choice and prefill: its removal is seen, and the request is not judged.
-* A block that was only pending (of a request in flight): the engine may start both in one step.
+* Blocks that were evicted between choice and prefill: their removal has been reported.
+* Blocks that were only pending (of a request in flight): the engine may start both in one step.
 * One block less than predicted: some schedulers recompute the last block (speculative decoding).
-* A block that was stored and removed before it was checked: it is marked when it is stored.
-* A snapshot in between: earlier events are unknown, so the requests in flight are not judged.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,168 +31,72 @@ _WARN_INTERVAL_S: Final = 300.0
 
 
 class PredictionCounts(msgspec.Struct):
-    """Totals since the start: `num_unexplained` requests had fewer cached tokens than predicted although nothing was
-    evicted; the last blocks of `num_never_stored` prompts were never reported."""
+    """Requests since the start whose engines had fewer tokens cached than predicted, and more."""
 
-    num_unexplained: int = 0
-    num_stored: int = 0
-    num_never_stored: int = 0
-    num_warnings: int = 0
+    num_fewer: int = 0
+    num_more: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Expectation:
-    """The prediction for one request at one slot. `last_id` is the last full block, None if the prediction covers all
-    usable blocks; `prefix_id` is the last block of the predicted prefix, if the worker reported it."""
+class Prediction(NamedTuple):
+    """Of the full blocks of a prompt that is sent to `slot`, which are `block_ids`, the first `num_cached` are expected
+    to be cached there; `is_reported`: by the worker's reports, not because of requests in flight."""
 
-    slot: _SlotOutcomes
+    slot: int
+    block_ids: BlockIds
     block_size: int
-    usable_tokens: int
-    predicted_tokens: int
-    last_id: int | None
-    prefix_id: int | None = None
-    was_stored: bool = False
-    was_evicted: bool = False
-    is_over: bool = False
-    due_s: float = 0.0
+    num_cached: int
+    is_reported: bool
 
 
-class _SlotOutcomes:
-    """One slot: expectations by the block whose storing or removal decides them, and the latest outcomes."""
+@dataclass
+class _Outcomes:
+    """Whether the predictions of a slot's last requests were good."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.by_last: dict[int, list[Expectation]] = {}
-        self.by_prefix: dict[int, list[Expectation]] = {}
-        self.outcomes: deque[bool] = deque(maxlen=_NUM_JUDGED)
-        self.warned_at: float | None = None
+    name: str
+    latest: deque[bool] = field(default_factory=lambda: deque(maxlen=_NUM_JUDGED))
+    warned_at: float = float("-inf")
 
 
 class PredictionMonitor:
-    """Keeps the counts and logs warnings. `clock` is monotonic, `grace_s` the longest delay of KV events, in
-    seconds."""
+    """Keeps the counts and logs warnings. `holds` returns whether the worker of a slot reports a block; `clock` is
+    monotonic, in seconds."""
 
-    def __init__(self, *, grace_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, holds: Callable[[int, int], bool], *, clock: Callable[[], float]) -> None:
         self.counts = PredictionCounts()
-        self._grace_s = grace_s
+        self._holds = holds
         self._clock = clock
-        self._slots: dict[int, _SlotOutcomes] = {}
-        self._due: deque[Expectation] = deque()
+        self._outcomes: dict[int, _Outcomes] = {}
 
     def join(self, slot: int, name: str) -> None:
-        self._slots[slot] = _SlotOutcomes(name)
+        self._outcomes[slot] = _Outcomes(name)
 
     def leave(self, slot: int) -> None:
-        self.forget_all(slot)
-        del self._slots[slot]
+        del self._outcomes[slot]
 
-    def sent(
-        self, slot: int, block_ids: BlockIds, *, block_size: int, num_usable: int, num_held: int, is_reported: bool
-    ) -> Expectation:
-        """Record a prompt with these full blocks that is sent to `slot`. The engine can use at most the first
-        `num_usable` from its cache and is predicted to use `num_held`; `is_reported`: the worker reported them, they
-        are not only pending."""
-        watched = self._slots[slot]
-        expected = Expectation(
-            watched,
-            block_size=block_size,
-            usable_tokens=num_usable * block_size,
-            predicted_tokens=num_held * block_size,
-            last_id=block_ids.item(-1) if num_held < num_usable else None,
+    def compare(self, predicted: Prediction, reported_tokens: int) -> None:
+        """Judge a prediction by the cached tokens that the engine has reported. Its slot must not have left."""
+        if not predicted.is_reported:
+            return
+        ids, num_cached = predicted.block_ids, min(reported_tokens // predicted.block_size, len(predicted.block_ids))
+        is_fewer = num_cached < predicted.num_cached - 1 and self._holds(
+            predicted.slot, ids.item(predicted.num_cached - 1)
         )
-        if expected.last_id is not None:
-            watched.by_last.setdefault(expected.last_id, []).append(expected)
-        if num_held and is_reported:
-            expected.prefix_id = block_ids.item(num_held - 1)
-            watched.by_prefix.setdefault(expected.prefix_id, []).append(expected)
-        return expected
+        is_more = num_cached > predicted.num_cached and not self._holds(predicted.slot, ids.item(num_cached - 1))
+        self.counts.num_fewer += is_fewer
+        self.counts.num_more += is_more
+        self._judge(self._outcomes[predicted.slot], is_good=not (is_fewer or is_more))
 
-    def stored(self, slot: int, ids: BlockIds) -> None:
-        """Apply a report that the worker stored these blocks."""
-        awaited = self._slots[slot].by_last
-        for block_id in awaited.keys() & ids.tolist() if awaited else ():
-            for expected in awaited[block_id]:
-                expected.was_stored = True
-
-    def removed(self, slot: int, ids: BlockIds) -> None:
-        """Apply a report that the worker removed these blocks."""
-        predicted = self._slots[slot].by_prefix
-        for block_id in predicted.keys() & ids.tolist() if predicted else ():
-            for expected in predicted[block_id]:
-                expected.was_evicted = True
-
-    def forget_all(self, slot: int) -> None:
-        """Drop all expectations of the slot: its events up to now are unknown."""
-        watched = self._slots[slot]
-        for expected in [e for held in (watched.by_last, watched.by_prefix) for each in held.values() for e in each]:
-            self.drop(expected)
-
-    def prefilled(self, expected: Expectation, reported_tokens: int | None) -> None:
-        """Record the first token and the cached tokens that the engine reported (None: it does not report them)."""
-        self.look()
-        if expected.is_over:
+    def _judge(self, outcomes: _Outcomes, *, is_good: bool) -> None:
+        latest, now = outcomes.latest, self._clock()
+        latest.append(is_good)
+        num_bad = latest.count(False)
+        if len(latest) < _NUM_ENOUGH or num_bad * 2 < len(latest) or now - outcomes.warned_at < _WARN_INTERVAL_S:
             return
-        self._unlist(expected.slot.by_prefix, expected.prefix_id, expected)
-        if reported_tokens is not None:
-            self._compare(expected, reported_tokens)
-            expected.was_stored |= reported_tokens >= expected.usable_tokens  # fully cached: no event will follow
-        expected.due_s = self._clock() + self._grace_s
-        self._due.append(expected)
-
-    def drop(self, expected: Expectation) -> None:
-        """Drop the expectation of a request that ended before its first token. Idempotent."""
-        if not expected.is_over:
-            expected.is_over = True
-            self._unlist(expected.slot.by_prefix, expected.prefix_id, expected)
-            self._unlist(expected.slot.by_last, expected.last_id, expected)
-
-    def look(self) -> None:
-        """Judge the prompts whose grace period has passed."""
-        now = self._clock()
-        while self._due and self._due[0].due_s <= now:
-            expected = self._due.popleft()
-            if expected.is_over:
-                continue
-            self.drop(expected)
-            if expected.last_id is None:
-                continue
-            self.counts.num_stored += expected.was_stored
-            self.counts.num_never_stored += not expected.was_stored
-            self._judge(expected.slot, is_good=expected.was_stored)
-
-    def _compare(self, expected: Expectation, reported_tokens: int) -> None:
-        if expected.prefix_id is None or expected.was_evicted:
-            return
-        is_good = reported_tokens >= expected.predicted_tokens - expected.block_size
-        self.counts.num_unexplained += not is_good
-        self._judge(expected.slot, is_good=is_good)
-
-    def _judge(self, watched: _SlotOutcomes, *, is_good: bool) -> None:
-        outcomes = watched.outcomes
-        outcomes.append(is_good)
-        num_bad = outcomes.count(False)
-        if len(outcomes) < _NUM_ENOUGH or num_bad * 2 < len(outcomes):
-            return
-        now = self._clock()
-        if watched.warned_at is not None and now - watched.warned_at < _WARN_INTERVAL_S:
-            return
-        watched.warned_at = now
-        self.counts.num_warnings += 1
+        outcomes.warned_at = now
         logger.warning(
-            "worker %s does not cache as predicted: %d of the last %d checks failed (fewer cached tokens than its "
-            "KV events indicate, or blocks that were never reported as stored). Its "
-            "predicted cache contents are unreliable; is prefix caching enabled there?",
-            watched.name,
+            "worker %s does not cache as predicted: for %d of its last %d requests its engine had fewer tokens cached "
+            "than its KV events say, or more. Requests may go to workers that have not cached their prompts",
+            outcomes.name,
             num_bad,
-            len(outcomes),
+            len(latest),
         )
-
-    @staticmethod
-    def _unlist(listed: dict[int, list[Expectation]], block_id: int | None, expected: Expectation) -> None:
-        held = listed.get(block_id) if block_id is not None else None
-        if held is None or expected not in held:
-            return
-        held.remove(expected)
-        if not held:
-            assert block_id is not None  # noqa: S101 - `held` is of this block
-            del listed[block_id]

@@ -16,7 +16,7 @@ from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
-from medialane.routing.prediction import Expectation, PredictionMonitor
+from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.slots import RoutingRequest, Slot, SlotTable, WorkerRank
 from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.retry_after import Places
@@ -92,7 +92,7 @@ class _Occupied:
     token, or never will."""
 
     work_ms: float
-    expected: Expectation
+    predicted: Prediction
     prefix: PendingPrefix
     items: list[tuple[str, int]]
     pinned: list[str]
@@ -160,7 +160,8 @@ class RoutedRequest:
             if waited_s is not None:
                 self._slot.wait_s = waited_s
             self._unqueue(occupied, computed=True)
-            self._state.predictions.prefilled(occupied.expected, num_cached_tokens)
+            if num_cached_tokens is not None and self._state.slots.is_current(self._slot):
+                self._state.predictions.compare(occupied.predicted, num_cached_tokens)
 
     def release(self) -> None:
         """Release what the request holds; it has finished, failed or been aborted."""
@@ -175,7 +176,6 @@ class RoutedRequest:
             return
         if occupied.is_queued:
             self._unqueue(occupied, computed=False)
-            self._state.predictions.drop(occupied.expected)
         if self._state.slots.is_current(self._slot):
             self._state.end_pending(occupied.prefix, is_computed=occupied.is_computed)
             self._state.slots.finish(self._slot)
@@ -194,19 +194,14 @@ class RoutedRequest:
         """`is_reported`: its cached prefix there was reported by the worker, not inferred from requests in flight."""
         state, slot = self._state, self._slot
         block_size, block_ids = request.blocks_at(slot.card)
-        expected = state.predictions.sent(
-            slot.number,
-            block_ids,
-            block_size=block_size,
-            num_usable=min(len(block_ids), request.num_usable(block_size)),
-            num_held=terms.cached_tokens // block_size,
-            is_reported=is_reported,
+        predicted = Prediction(
+            slot.number, block_ids, block_size, terms.cached_tokens // block_size, is_reported=is_reported
         )
         prefix = state.pending.add(slot.number, block_ids)
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = state.caches.pin(slot.number, items)
         state.slots.queue(slot, terms.work_ms)
-        return _Occupied(terms.work_ms, expected, prefix, items, pinned)
+        return _Occupied(terms.work_ms, predicted, prefix, items, pinned)
 
     def _unqueue(self, occupied: _Occupied, *, computed: bool) -> None:
         occupied.is_queued, occupied.is_computed = False, computed

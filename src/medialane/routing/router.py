@@ -55,7 +55,7 @@ class Router:
             self.index,
             PendingBlocks(ttl_s=config.pending_ttl_s, clock=clock),
             EncoderCaches(),
-            PredictionMonitor(grace_s=config.store_grace_s, clock=clock),
+            PredictionMonitor(self.index.holds, clock=clock),
             TTLCache(config.max_sessions, config.session_ttl_s, clock),
             Places(clock=clock),
         )
@@ -143,14 +143,10 @@ class Router:
         number = self._slots[slot].number
         stored = _ids(change.stored)
         if change.snapshot:
-            self._state.predictions.forget_all(number)
             self.index.replace(number, stored)
             return
-        removed = _ids(change.removed)
-        self.index.remove(number, removed)
+        self.index.remove(number, _ids(change.removed))
         self.index.store(number, stored)
-        self._state.predictions.removed(number, removed)
-        self._state.predictions.stored(number, stored)
 
     def move(self, slot: int, *, same_host: bool) -> None:
         """Note whether the slot's worker has mapped the arena of this host."""

@@ -144,8 +144,8 @@ class RoutingStats(msgspec.Struct, frozen=True):
     num_blocks: int
     num_entries: int
     num_encoder_items: int
-    num_unexplained: int
-    num_never_stored: int
+    num_fewer_cached: int
+    num_more_cached: int
     num_unsent: int
     event_lag_s: Mapping[str, float]
     num_event_gaps: Mapping[str, int]

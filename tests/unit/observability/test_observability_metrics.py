@@ -141,8 +141,8 @@ def test_router_is_read_at_every_scrape(metrics, registry):
         num_blocks=10,
         num_entries=15,
         num_encoder_items=3,
-        num_unexplained=1,
-        num_never_stored=2,
+        num_fewer_cached=1,
+        num_more_cached=2,
         num_unsent=5,
         event_lag_s={"w0": 0.25},
         num_event_gaps={"w0": 4},
@@ -153,7 +153,7 @@ def test_router_is_read_at_every_scrape(metrics, registry):
     assert value("medialane_routing_entries") == 15
     assert value("medialane_routing_encoder_items") == 3
     assert value("medialane_routing_missed_predictions_total", {"kind": "fewer_cached"}) == 1
-    assert value("medialane_routing_missed_predictions_total", {"kind": "never_stored"}) == 2
+    assert value("medialane_routing_missed_predictions_total", {"kind": "more_cached"}) == 2
     assert value("medialane_routing_unsent_decisions_total") == 5
     assert value("medialane_kv_event_lag_seconds", {"worker": "w0"}) == 0.25
     assert value("medialane_kv_event_gaps_total", {"worker": "w0"}) == 4

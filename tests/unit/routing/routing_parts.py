@@ -8,7 +8,7 @@ from medialane.routing.block_index import PendingBlocks, longest
 from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
 from medialane.routing.policies import Choice, Policy
-from medialane.routing.prediction import PredictionMonitor
+from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.routed_request import RouterState
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
 from medialane.types.retry_after import Places
@@ -20,6 +20,7 @@ __all__ = [
     "EncoderCaches",
     "EncoderItem",
     "PendingBlocks",
+    "Prediction",
     "PredictionMonitor",
     "RouterParts",
     "SlotTable",
@@ -37,7 +38,7 @@ class RouterParts:
         self.index = BlockIndex()
         self.pending = PendingBlocks(ttl_s=60, clock=clock)
         self.caches = EncoderCaches()
-        self.predictions = PredictionMonitor(grace_s=1, clock=clock)
+        self.predictions = PredictionMonitor(self.index.holds, clock=clock)
         self.costs = CostModel(self.config)
         self.state = RouterState(
             self.config.router,
