@@ -28,6 +28,7 @@ from gateway_process import Peers, gateway_process, until_ready, worker
 from harness import Bar, Options, Report, median, percentile
 from medialane.arena import ArenaConfig
 from medialane.config import Config, process_environ
+from medialane.gateway import GatewayConfig
 from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from observers import LOGGING, Observers, start_observers
@@ -53,7 +54,8 @@ Lags = list[tuple[int, float, float]]
 
 def run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(process_environ())))
-    config = Config(arena=ArenaConfig(size_bytes=1 << 30))
+    # A slow machine takes more than the default for 50 photos: nothing is to be refused.
+    config = Config(arena=ArenaConfig(size_bytes=1 << 30), gateway=GatewayConfig(queue_timeout_s=300))
     niceness = os.nice(0)
     with (
         tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder,
