@@ -1,4 +1,4 @@
-"""The import table of DESIGN.md, the owners of heavy dependencies, and of vLLM's private names."""
+"""Which room may import which, the owners of heavy dependencies, and of vLLM's private names."""
 
 import ast
 import re

@@ -15,7 +15,8 @@ from medialane.types.tensor import ArenaRange
 
 T = TypeVar("T")
 
-#: The value of a cached entry: EncodedMedia for encoded media, Feature for decoded and processed media.
+#: The value of a cached entry: EncodedMedia for encoded bytes, Feature for decoded and processed media and
+#: for embeddings.
 Cached = EncodedMedia | Feature
 
 

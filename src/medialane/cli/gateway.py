@@ -1,5 +1,5 @@
-"""`medialane gateway`: one gateway process, assembled from its components: vLLM's app around them, with our endpoints
-and the metrics of all of them."""
+"""The gateway process, assembled from its components: vLLM's app around them, with our endpoints and the metrics of all
+of them. `gateway_command` is its command line."""
 
 from __future__ import annotations
 
@@ -514,8 +514,9 @@ def _counts(addresses: GatewayAddresses) -> SharedCounts:
 
 
 def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
-    """Return the settings with a stage that this model supports. With `auto` a request's stage depends on its items: if
-    they cannot be processed one by one, workers do it (`Assembler.fallback_stages`). Raises StartupFailed."""
+    """Check that the configured stage suits the model, and log which one is used instead for some items: what cannot be
+    processed one by one is processed by workers (`Assembler.fallback_stages`). A model of text alone gets stage `url`.
+    Raises StartupFailed."""
     profile = frontend.profile
     if profile is None:
         return msgspec.structs.replace(config, stage=RAW_STAGE)

@@ -251,8 +251,8 @@ class StoreClient:
 
 
 async def _while_connected(answering: Awaitable[Proceed | None], reply: asyncio.Future[Any]) -> Proceed | None:
-    """Return the answer; it ends with the connection, by which `reply` fails: the next store gives the range that it
-    writes to others, as soon as this process has connected there."""
+    """Return the answer, or stop when the connection is lost, by which `reply` fails: the next store may reuse the
+    range that is being written as soon as this process has connected there."""
     loop, is_answering = asyncio.get_running_loop(), True
 
     def end(_: object) -> None:

@@ -87,8 +87,8 @@ MAX_UPLOAD_S = 86_400.0
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
-#: The id of the HTTP request for which a call is made, for the log. Last in a message, and empty by default: whoever
-#: does not know it is understood, and understands.
+#: The id of the HTTP request for which a call is made, for the log. Last in a message and empty by default, so releases
+#: with it and without it understand each other.
 RequestId = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*$")]
 
 #: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).

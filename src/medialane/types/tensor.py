@@ -115,7 +115,7 @@ TensorDescriptors = Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_
 
 
 class InlineTensor(msgspec.Struct, frozen=True, tag="inline"):
-    """A tensor sent by value. `data` is empty while its bytes are sent in separate frames (`rpc.payload`)."""
+    """A tensor sent by value. `data` is empty while its bytes are sent in separate frames (`wire.payload`)."""
 
     spec: TensorSpec
     data: memoryview

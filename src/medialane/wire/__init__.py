@@ -1,5 +1,5 @@
 """Connections between processes: framing, the handshake with its secret and TLS, listeners, and the messages between
-gateways and workers (`protocol`). It knows no roles: the gateway's end is `gateway.workers`, the worker's is
+gateways and workers (`protocol`). The ends of these are elsewhere: the gateway's is `gateway.workers`, the worker's is
 `worker.link`.
 """
 

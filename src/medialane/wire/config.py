@@ -1,4 +1,4 @@
-"""Settings of the connections between gateways and workers."""
+"""Settings of all connections between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection between a gateway and a worker, symmetric: frames, batching, back pressure, liveness.
+"""A connection between two processes (gateway, worker, store), symmetric: frames, batching, back pressure, liveness.
 
 **Framing** (`FrameReader`, `append_frame`; without I/O). A frame has four bytes of length (big endian), then that many
 bytes: msgpack, or raw data. The length is checked before the frame is buffered, so a peer cannot make us buffer more

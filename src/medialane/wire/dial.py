@@ -1,4 +1,4 @@
-"""Connects to a worker or a store."""
+"""Connects to a process that listens."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class RpcServer:
     def __init__(self, handler: Handler, config: RpcConfig) -> None:
         self.handler = handler
         self.config = config
-        #: The registered gateways.
+        #: Relays pending work and load between the registered gateways.
         self.relay = PendingWorkRelay()
         #: Of the requests in flight on any connection.
         self.request_ids: set[str] = set()

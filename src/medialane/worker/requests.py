@@ -112,7 +112,7 @@ class SessionRequests:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The ids of running requests."""
+        """The tasks of running requests."""
         return [running.task for running in self._running.values() if running.task is not None]
 
     def submit(self, message: Submit) -> None:

@@ -3,8 +3,8 @@ for all; and what they say of a request whose header has arrived.
 
 Theory of operation. An engine serves what it has got in the order of arrival, so whoever is sent there first is served
 first: to be fair, a gateway sends no more than keeps the engines busy, and the rest waits here, where it can be
-reordered, refused and forgotten. There is a queue for each resource. Requests with media pass the preparers', and, once
-prepared, the engines', which no request is refused by that has been prepared; text passes the latter alone.
+reordered, refused and forgotten. There is a queue for each resource. A request with media waits in the preparers'
+queue, then in the engines'; text in the engines' alone. The engines' queue refuses no request whose media are prepared.
 
 A queue knows of its resource whether there is room for one more request (`has_room`), given how many it has admitted
 that the resource has not got yet (`Ticket.sent` ends that). It asks whenever something may have changed, and every

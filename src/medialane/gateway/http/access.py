@@ -16,7 +16,8 @@ Where clients have keys, requests of each tenant or API key find what they have 
 has one cache for all (`--share-cache`): whether something is cached is in answers, and in how long they take.
 
 With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
-of tenants, too, are decided here, for all requests of clients that have a body: one that is refused costs its header.
+of tenants, too, are decided here, for all requests of clients that have a body: of a refused one only the header is
+read.
 
 The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none.
 

@@ -155,8 +155,8 @@ class _Upload:
         self._more = True
 
     def begin(self) -> None:
-        """The body is asked for, by the next store if one is lost: what that had is lost, and the client has it alone.
-        Raises StoreUnavailable then."""
+        """A store asks for the body. Raises StoreUnavailable if an earlier store was lost with a part of it, which only
+        the client still has."""
         if self._num_bytes or self._rest or not self._more:
             raise StoreUnavailable("the media store was lost while it received the media: send them again")
         self._range = None

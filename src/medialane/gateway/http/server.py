@@ -6,9 +6,8 @@ accumulate before its request reaches the app is a header (or trailer, or chunk 
 connections. The parser (httptools) buffers an incomplete header without a limit, and uvicorn adds none: its h11 limits
 apply to another parser, and `limit_concurrency` counts a connection only after its header is complete. Here each of
 them has a limit, and a header has a timeout. The same timeout applies to the rest of a body after the response is
-complete: uvicorn would read and discard it forever. Of that rest, which a client that only reads when it has sent
-everything would still send, `MAX_DISCARDED_BYTES` are read; then the connection is reset, which ends the client's
-sending, and leaves it the response, which it has received before.
+complete: uvicorn would read and discard it forever. Some clients read only once they have sent everything, so
+`MAX_DISCARDED_BYTES` of that rest are read; then the connection is reset. The response has arrived by then.
 
 Bodies are limited where they are read (`bodies`). A client that does not read its response holds what that is made of:
 it is disconnected when it has read nothing for as long as a body may take.
@@ -17,7 +16,7 @@ When the server stops, uvicorn would close idle connections at once, on which a 
 
 Behind the name router, the server restores the client's address. The router's own header has it, not
 `X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts it, or not, as without a router
-(`FORWARDED_ALLOW_IPS`, `sessions`).
+(`FORWARDED_ALLOW_IPS`, `access`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """Called by vllm_bridge's app twice per request: `prepare` for rendering, `generate` for generation."""
+    """Called by vllm_bridge's app up to twice per request: `prepare` for media, `generate` for generation."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Gateway:
         """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.
         `with_tensors`, embeddings do not replace the tensors of items.
 
-        The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
+        The result refers to the media, whose holds end with the request's scope. Raises MedialaneError.
         """
         return await self._hashed(prompt, with_tensors=with_tensors)
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestMedia:
-    """The items of one prompt (implements `types.feature.StagedMedia`). The request's scope owns all their leases."""
+    """The items of one prompt (implements `types.feature.StagedMedia`). The request's scope owns all their holds."""
 
     def __init__(
         self,

@@ -265,7 +265,7 @@ class RequestRunner:
                 call, error = attempts.call, again
 
     def _for_client(self, error: MedialaneError) -> MedialaneError:
-        """How a worker was lost is no matter of the client, but when there will be one again."""
+        """Return what the client is told: when to try again, not how a worker was lost."""
         if not isinstance(error, WorkerLost):
             return error
         is_out = not self.workers.num_ready

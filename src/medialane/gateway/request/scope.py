@@ -1,8 +1,8 @@
 """One scope per HTTP request: owns every resource of the request and releases it.
 
-vLLM's app drives a request and calls us twice. The scope connects these calls: the outermost middleware opens it, a
-context variable carries it, and it is closed exactly once, when the response has completed or failed, or its client has
-disconnected.
+vLLM's app drives a request, and calls us up to twice: to prepare its media, and to generate. The scope connects these
+calls: the outermost middleware opens it, a context variable carries it, and it is closed exactly once, when the
+response has completed or failed, or its client has disconnected.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RequestScope:
     digest of the API key that came with it, `tenant` whose that is (`--keys`). With `has_own_cache` it finds only what
     requests of its owner have cached. `trace` is None unless it is traced.
 
-    `is_refused` is whether it had no key that suffices, or came from another site's page: then it leaves no trace but a
-    line of the log.
+    `is_refused` is whether it had no key that suffices, or came from another site's page: then only the log
+    mentions it.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
     queues, `arrival` is the request among the waiting ones there, unless it `passes_by`, and `preparation` that of its

@@ -1,7 +1,7 @@
 """`medialane check`: the same requests to plain vLLM and to medialane, and their answers compared.
 
 `run` starts both servers; what it sends comes from `kinds`, one file for each kind of endpoint. `tensor_program` is a
-process of its own, and alone imports vLLM.
+process of its own, and alone loads vLLM, through the bridge.
 """
 
 from medialane.tools.check.case import Answer, Case, CaseRequest, EndpointKind, Upload

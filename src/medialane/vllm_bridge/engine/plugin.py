@@ -1,4 +1,7 @@
-"""Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes.
+"""What medialane does in vLLM's processes before an engine starts there: `register`, `PrivateFolder`, and what is
+imported before a fork.
+
+`register` is the entry point of the group `vllm.general_plugins`: vLLM calls it in each of its processes.
 
 Only engines of medialane are changed: plain vLLM in the same environment calls this function, too.
 
@@ -6,11 +9,10 @@ In a process that runs, or is about to fork, an EngineCore (whose module is load
 decoding of arena descriptors. In processes that wait for each other through shared memory (also recognised by a loaded
 module), it replaces the busy wait. Elsewhere it costs a few lookups.
 
-A private folder for the sockets of one engine, reaped after a kill.
-
-vLLM creates its own sockets, and the file through which its processes meet, in the folder for temporary files, and
-leaves files of killed processes there. `enter` makes it create them in ours instead, together with the files of its KV
-events. vLLM's processes inherit the variable, so it also shows which of them are ours (`is_entered`).
+A `PrivateFolder` is for the sockets of one engine, and reaped after a kill. vLLM creates its own sockets, and the file
+through which its processes meet, in the folder for temporary files, and leaves files of killed processes there. `enter`
+makes it create them in ours instead, together with the files of its KV events. vLLM's processes inherit the variable,
+so it also shows which of them are ours (`is_entered`).
 
 What vLLM needs of a process that others are forked from, and of its forks: modules that vLLM's front end and EngineCore
 import when they start, rather than when vLLM is imported, the number of threads of torch, and the level of its loggers.

@@ -2,10 +2,10 @@
 
 Theory of operation. vLLM's `BaseMultiModalProcessor.apply` has a heavy and a light step: the Hugging Face processor
 over pixels, and the expansion of placeholders in the prompt (`assembler.py`). The heavy step does not depend on the
-prompt, so a preparer runs it for a single item. It uses private methods of vLLM 0.32;
-`tests/contract/test_preparation.py` pins them.
+prompt, so a preparer runs it for a single item. Private methods of vLLM 0.32
+are called by `seams.multimodal`; `tests/contract/test_preparation.py` pins them.
 
-Samples the same frames of a video as vLLM (implements `types.media.FrameSampler`).
+It also samples the same frames of a video as vLLM (implements `types.media.FrameSampler`).
 
 Theory of operation. Each family has its own sampler in vLLM, a loader class that computes frame numbers from the
 decoder's metadata of the file, has them read, and describes them in its own metadata. The loader that vLLM would choose

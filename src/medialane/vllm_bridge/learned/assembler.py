@@ -3,7 +3,8 @@
 Theory of operation. Placeholder expansion reads no pixels. So the gateway runs it over items whose large tensors are
 stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`) replaced, which also
 works for families that override `apply`. Stand-ins have the media's true size, on which the token counts of several
-families depend. Private methods of vLLM 0.32 are used; `tests/contract/test_preparation.py` pins them.
+families depend. Private methods of vLLM 0.32 are called
+by `seams.multimodal`; `tests/contract/test_preparation.py` pins them.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ first read, because store, gateway and worker need different ones and are to sta
 prints the whole.
 
 In which form a model accepts embeddings of clients is not part of it: that takes the weights, so each engine process
-tries it (`embeds`).
+tries it (`engine_core`).
 
-Finds out at start for which modalities this model's items may be processed one by one (stage `features`).
+It also has for which modalities this model's items may be processed one by one (stage `features`).
 
 Theory of operation. Stage `features` assumes that an item's tensors do not depend on the request's other items, that
 they can be sent, and that the prompt can be expanded and validated from their headers. No list of models says for
