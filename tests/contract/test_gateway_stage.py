@@ -17,7 +17,7 @@ def frontend(unfit):
         unfit=unfit,
         unfit_reason="; ".join(unfit.values()),
         is_unfit=len(unfit) == 2,
-        fallback_stages={
+        unfit_stages={
             modality: "url" if reason == "none accepted" else "decoded" for modality, reason in unfit.items()
         },
     )

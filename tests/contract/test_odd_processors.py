@@ -288,7 +288,7 @@ def test_stage_features_is_given_up_at_start_for_a_reason(made, cls, reason):
     assert profile.checker  # of a worker
     request_processor(profile)  # of a preparer
     is_accepted = cls not in (AllRefused, Broken, TwoItems, LibraryMissing, FileMissing)
-    assert profile.fallback_stages == {"image": "decoded" if is_accepted else "url"}
+    assert profile.unfit_stages == {"image": "decoded" if is_accepted else "url"}
 
 
 class CountedBySize(Plain):
@@ -350,7 +350,7 @@ def test_media_of_a_model_with_a_modality_of_its_own_are_refused(renderer, made)
     profile = ModelProfile(processor)
     assert "point_cloud" in profile.unfit_reason
     assert profile.is_unfit
-    assert set(profile.fallback_stages.values()) == {"url"}, "it is served for text"
+    assert set(profile.unfit_stages.values()) == {"url"}, "it is served for text"
     found = SimpleNamespace(model_config=renderer.model_config, get_mm_processor=lambda: processor)
     with pytest.raises(InvalidRequest, match="images are not supported"):
         RendererHook(found, SimpleNamespace(fail=lambda _: None), profile).reference("image", "medialane:0", None)

@@ -162,7 +162,7 @@ async def test_stage_of_a_request_is_that_of_its_modalities(arena, preparers, wo
     """Of the model's audio no features are made: images are sent as features, except with audio."""
 
     class WithoutAudio(FakeAssembler):
-        fallback_stages = {"audio": instead}  # noqa: RUF012 - constant
+        unfit_stages = {"audio": instead}  # noqa: RUF012 - constant
 
     seen = spy(worker)
     image, audio = (

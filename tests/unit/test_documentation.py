@@ -191,3 +191,23 @@ def test_table_of_models_is_current():
 def test_no_family_in_the_table_of_models_differs_from_plain_vllm():
     rows = models_page.load()
     assert not [name for name, row in rows.items() if row.differs or row.verdicts.get("differs")]
+
+
+def test_way_of_a_request_names_files_that_exist_and_counts_them():
+    page = (ROOT / "docs/rooms/gateway.md").read_text()
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\|([^|]*)\|$", page.split("## A request, file by file")[1], re.MULTILINE)[2:]
+    text, image = (set().union(*(_files(row[column]) for row in rows)) for column in (0, 1))
+    assert f"These are {len(text)} files, and {len(image - text)} for the image." in page
+
+
+def _files(cell: str) -> set[Path]:
+    """The files of a cell of `folder/`: `file`, `file`; `folder/file`."""
+    found = set()
+    for group in cell.split(";"):
+        folder, colon, names = group.rpartition(":")
+        prefix = folder.strip(" `") if colon else ""
+        for name in re.findall(r"`([^`]+)`", re.sub(r"\]\([^)]*\)", "", names)):
+            candidates = [room / prefix / f"{name}.py" for room in (SOURCES, SOURCES / "gateway")]
+            (file,) = {path for path in candidates if path.is_file()} or {f"{prefix}{name} is no file"}
+            found.add(file)
+    return found

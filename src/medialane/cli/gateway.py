@@ -175,7 +175,7 @@ class _Gateway:
         self._socket = sock
         self._stack = stack
         self._stop = stop
-        self._group: GatewayMetrics | None = None
+        self._siblings: GatewayMetrics | None = None
         self._requests, self._recent, self._counts = OpenRequests(), RecentRequests(), _counts(addresses)
         self._router = Router(self._config.routing)
         self._fairness = LoopFairness()
@@ -196,8 +196,8 @@ class _Gateway:
         self._keys = AccessKeys.load(config.gateway, frontend.api_keys, self._counts, is_local=is_loopback(host))
         self._reloading.files.append(partial(self._keys.read_again, config.gateway))
         num_gateways = max(1, len(self._addresses.gateways))
-        share = config.gateway.share(num_gateways, max_body_bytes=config.media.max_body_bytes)
-        self._settings = fit_stage(share, frontend)
+        own_config = config.gateway.share(num_gateways, max_body_bytes=config.media.max_body_bytes)
+        self._settings = fit_stage(own_config, frontend)
         await asyncio.to_thread(warm_up)
         self._store = StoreLink(
             self._addresses.store or "",
@@ -212,7 +212,7 @@ class _Gateway:
         if (recorder := Recorder.open(config.recording)) is not None:
             stack.push_async_callback(recorder.close)
         self._recorder = recorder
-        self._links = self._worker_pool()
+        self._workers = self._worker_pool()
         self._tracing = _tracing(frontend, vllm_args, stack)
         gateway = self._gateway()
         stack.callback(gateway.close)
@@ -227,7 +227,7 @@ class _Gateway:
                 raise StartupFailed("a model that is served for pooling has no calls without an engine")
             enter_phase("waiting for workers")
             await self._connect_to_workers()
-            model_tasks = (await self._links.first_card()).tasks
+            model_tasks = (await self._workers.first_card()).tasks
         enter_phase("preparing the HTTP server")
         # Before workers are connected: it may take longer than they wait for a heartbeat.
         app = await self._app(gateway, model_tasks)
@@ -238,9 +238,9 @@ class _Gateway:
     async def serve(self, app: Any) -> None:
         """Serve until the process is to stop."""
         config, stop = self._config, self._stop
-        if self._group is not None:
+        if self._siblings is not None:
             self._socket.listen(socket.SOMAXCONN)  # ready means that connections are accepted
-            await self._stack.enter_async_context(self._group.endpoint())
+            await self._stack.enter_async_context(self._siblings.endpoint())
         if not config.gateway.render_only:
             enter_phase("waiting for workers")
 
@@ -270,7 +270,7 @@ class _Gateway:
             self.tasks.fail("the HTTP server")
 
     def _health(self) -> Health:
-        needed = None if self._settings.render_only else self._links
+        needed = None if self._settings.render_only else self._workers
         return health_of(needed, [*hang_problems(), self._store.problem if self._frontend.takes_media else None])
 
     def _give_up(self) -> None:
@@ -278,7 +278,7 @@ class _Gateway:
         error = GatewayDraining("the gateway is restarted, and the request has not ended in time (--drain-timeout)")
         logger.warning("%d requests have not ended while draining", len(self._requests))
         self._requests.give_up(error)
-        self._links.fail(error)
+        self._workers.fail(error)
 
     async def _connect_to_store(self) -> None:
         if self._addresses.store is None:
@@ -288,14 +288,14 @@ class _Gateway:
         await self._store.ready()
 
     async def _connect_to_workers(self) -> None:
-        self.tasks.start(self._links.run(), "connecting to workers")
+        self.tasks.start(self._workers.run(), "connecting to workers")
         if self._settings.join_listen:
-            server = JoinServer(self._config.rpc, self._links.serve_joined)
+            server = JoinServer(self._config.rpc, self._workers.serve_joined)
             self._stack.push_async_callback(server.close)
             join_at = self._join_addresses()[self._addresses.gateway_index]
             logger.info("workers join at %s", await server.serve(join_at))
         # When a gateway is restarted, clients wait in the queue of its socket, and its workers are ready.
-        await self._links.tried(_TRIED_S)
+        await self._workers.tried(_TRIED_S)
 
     def _join_addresses(self) -> list[str]:
         """Return the address at which workers join each gateway of this host; empty if they do not. Raises
@@ -358,14 +358,14 @@ class _Gateway:
             transports=Transports([shm, pull, inline], config.transfer.transport),
             features=features,
             assembler=self._frontend.assembler,
-            workers=self._links,
+            workers=self._workers,
             router=router,
             metrics=self._metrics,
             counts=self._counts,
             has_priorities=self._frontend.has_priorities,
             plain=plain,
             encoders=Encoders(
-                self._links,
+                self._workers,
                 shm,
                 params=encode_params(),
                 costs=EncodeCosts.of(router.config),
@@ -377,7 +377,7 @@ class _Gateway:
 
     async def _app(self, gateway: Gateway, model_tasks: tuple[str, ...] | None) -> Any:
         """Build vLLM's app around the gateway, and register the metrics of all components."""
-        config, metrics, links, addresses = self._config, self._metrics, self._links, self._addresses
+        config, metrics, links, addresses = self._config, self._metrics, self._workers, self._addresses
         self._watch(gateway)
         scrape = WorkerScrape(links)
         metrics.watch(lambda: engine_metrics(scrape.mirrors()), of_host=True)
@@ -480,7 +480,7 @@ class _Gateway:
             render_payload=self._settings.default_payload,
             fairness=self._fairness,
         )
-        self._group = group
+        self._siblings = group
         return app
 
     def _watch(self, gateway: Gateway) -> None:
@@ -488,7 +488,7 @@ class _Gateway:
         metrics = self._metrics
         metrics.watch(lambda: store_metrics(None if (now := self._store.status) is None else now.stats), of_host=True)
         metrics.watch(lambda: exit_metrics(exits_of_host()), of_host=True)
-        metrics.watch_workers(self._links.endpoints)
+        metrics.watch_workers(self._workers.endpoints)
         metrics.watch(lambda: routing_metrics(gateway.routes.stats()))
         metrics.watch(lambda: prediction_metrics(self._frontend.assembler.predicted))
         if (queues := gateway.queues) is not None:
@@ -515,7 +515,7 @@ def _counts(addresses: GatewayAddresses) -> SharedCounts:
 
 def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     """Check that the configured stage suits the model, and log which one is used instead for some items: what cannot be
-    processed one by one is processed by workers (`Assembler.fallback_stages`). A model of text alone gets stage `url`.
+    processed one by one is processed by workers (`Assembler.unfit_stages`). A model of text alone gets stage `url`.
     Raises StartupFailed."""
     profile = frontend.profile
     if profile is None:
@@ -525,11 +525,11 @@ def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
         check_model_io(frontend.config.model_config)
     if not profile.unfit or not stage.is_processed:
         return config
-    if config.stage != "auto" or stage.instead is None:
+    if config.stage != "auto" or stage.if_unsupported is None:
         others = " or ".join(each.name for each in STAGES.values() if not each.is_processed)
         raise StartupFailed(f"{profile.unfit_reason}: use --stage auto, {others}")
     which = "" if profile.is_unfit else f", for prompts with {' or '.join(profile.unfit)}"
-    instead = " or ".join(sorted(set(profile.fallback_stages.values())))
+    instead = " or ".join(sorted(set(profile.unfit_stages.values())))
     logger.warning("stage %s, not %s%s: %s", instead, stage.name, which, profile.unfit_reason)
     return config
 

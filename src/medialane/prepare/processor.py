@@ -153,7 +153,7 @@ class Assembler(Protocol):
         ...
 
     @property
-    def fallback_stages(self) -> Mapping[Modality, StageName]:
+    def unfit_stages(self) -> Mapping[Modality, StageName]:
         """The stages of prompts with items that get no features, by modality."""
         ...
 

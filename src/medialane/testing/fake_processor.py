@@ -111,7 +111,7 @@ class FakeAssembler:
 
     accepts_item_options = False
     predicted: frozenset[Modality] = frozenset({"image"})
-    fallback_stages: Mapping[Modality, StageName] = MappingProxyType({})
+    unfit_stages: Mapping[Modality, StageName] = MappingProxyType({})
 
     def __init__(self, max_tokens: int = sys.maxsize) -> None:
         self.max_tokens = max_tokens

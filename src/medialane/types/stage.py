@@ -24,8 +24,8 @@ class Stage:
 
     `sends` is the kind of arena entry that is sent, `worker_steps` are the steps left to the worker. What `is_small` is
     sent in messages rather than not at all if the operator's choice of a transport is impossible for a worker.
-    `same_processor` requires a worker whose processor settings equal ours. With `--stage auto`, `instead` is used for a
-    worker that does not support this stage, `fallback` after a failed hand-over.
+    `same_processor` requires a worker whose processor settings equal ours. With `--stage auto`, `if_unsupported` is
+    used for a worker that does not support this stage, `after_failure` after a failed hand-over.
     """
 
     name: StageName
@@ -33,8 +33,8 @@ class Stage:
     worker_steps: tuple[WorkerStep, ...]
     is_small: bool = False
     same_processor: bool = False
-    instead: StageName | None = None
-    fallback: StageName | None = None
+    if_unsupported: StageName | None = None
+    after_failure: StageName | None = None
 
     @property
     def is_processed(self) -> bool:
@@ -51,8 +51,8 @@ STAGES: Mapping[StageName, Stage] = {
     stage.name: stage
     for stage in (
         # Decoded media do not depend on processor settings: the next best where features cannot be used.
-        Stage("features", "processed", ("encode",), same_processor=True, instead="decoded", fallback="url"),
-        Stage("decoded", "decoded", ("process", "encode"), fallback="url"),
+        Stage("features", "processed", ("encode",), same_processor=True, if_unsupported="decoded", after_failure="url"),
+        Stage("decoded", "decoded", ("process", "encode"), after_failure="url"),
         Stage("url", "encoded", ("decode", "process", "encode"), is_small=True),
     )
 }

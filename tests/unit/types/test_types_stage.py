@@ -16,14 +16,14 @@ def test_stage_names_and_table_rows_correspond():
 @pytest.mark.parametrize("stage", STAGES.values(), ids=str)
 def test_fallbacks_of_a_stage_leave_more_to_the_worker(stage):
     """So the fallbacks of `auto` terminate."""
-    for name in (stage.instead, stage.fallback):
+    for name in (stage.if_unsupported, stage.after_failure):
         assert name is None or len(STAGES[name].worker_steps) > len(stage.worker_steps)
 
 
 def test_auto_ends_with_a_stage_that_every_worker_supports():
     stage = STAGES[BEST_STAGE]
-    while stage.instead is not None:
-        stage = STAGES[stage.instead]
+    while stage.if_unsupported is not None:
+        stage = STAGES[stage.if_unsupported]
     assert not stage.same_processor
 
 

@@ -86,7 +86,7 @@ class Gateway:
         self._assembly = Assembly(assembler)
         self._has_features = config.stage in ("auto", BEST_STAGE)
         self._accepts_item_options = assembler.accepts_item_options
-        self._fallback_stages = assembler.fallback_stages
+        self._unfit_stages = assembler.unfit_stages
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
         self._metrics = metrics
@@ -278,8 +278,8 @@ class Gateway:
         self._begin(scope)
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
-        if stage.is_processed and stage.instead and self._instead(prompt):
-            stage = STAGES[stage.instead]
+        if stage.is_processed and stage.if_unsupported and self._stages_of_unfit(prompt):
+            stage = STAGES[stage.if_unsupported]
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
         encoder = "" if with_tensors else self._encoder
@@ -290,12 +290,12 @@ class Gateway:
             scope.fail(error, app_responds=True)
             raise
         except FeatureUnsupported as error:
-            if self._config.stage != "auto" or stage.instead is None:
+            if self._config.stage != "auto" or stage.if_unsupported is None:
                 raise
-            logger.warning("a request is sent in stage %s, not %s: %s", stage.instead, stage.name, error.message)
+            logger.warning("a request is sent in stage %s, not %s: %s", stage.if_unsupported, stage.name, error.message)
             self._metrics.transfer_fallbacks.labels(stage.name, error.code).inc()
             _check_options(prompt)
-            return await self._prepared(prompt, STAGES[stage.instead], media, scope)
+            return await self._prepared(prompt, STAGES[stage.if_unsupported], media, scope)
 
     async def _prepared(
         self, prompt: MediaPrompt, stage: Stage, media: RequestMedia, scope: RequestScope, *, describes: bool = False
@@ -363,13 +363,13 @@ class Gateway:
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         if any(ref.is_feature for ref in prompt.items):
             return BEST_STAGE
-        is_raw = self._config.stage == "auto" and RAW_STAGE in self._instead(prompt)
+        is_raw = self._config.stage == "auto" and RAW_STAGE in self._stages_of_unfit(prompt)
         return RAW_STAGE if prompt.has_embeds or is_raw else self._config.stage
 
-    def _instead(self, prompt: MediaPrompt) -> set[StageName]:
+    def _stages_of_unfit(self, prompt: MediaPrompt) -> set[StageName]:
         """Return the stages that items of the prompt need instead of the first."""
         modalities = {item.modality for item in prompt.items}
-        return {stage for modality, stage in self._fallback_stages.items() if modality in modalities}
+        return {stage for modality, stage in self._unfit_stages.items() if modality in modalities}
 
 
 def _charge(scope: RequestScope, num_bytes: int) -> None:

@@ -174,7 +174,7 @@ def _stages(choice: StageChoice, *, has_features: bool) -> Iterator[Stage]:
         is_possible = has_features or not stage.same_processor
         if is_possible:
             yield stage
-        name = None if choice != "auto" else stage.fallback if is_possible else stage.instead
+        name = None if choice != "auto" else stage.after_failure if is_possible else stage.if_unsupported
 
 
 def _entries(payloads: Sequence[MediaPayload]) -> list[ArenaRange]:

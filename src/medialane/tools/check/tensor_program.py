@@ -60,7 +60,7 @@ class _Comparison:
 
     def compare(self, modality: Modality, name: str, data: bytes) -> ItemTensors:
         """Make the item's tensors in all ways, and compare them."""
-        stage = self._profile.fallback_stages.get(modality, "features")
+        stage = self._profile.unfit_stages.get(modality, "features")
         loaded = attempt(self._plain.load, modality, data)
         made: dict[Source, Values | Exception] = {
             "plain": loaded if isinstance(loaded, Exception) else attempt(self._plain.process, modality, loaded),

@@ -325,7 +325,7 @@ def take_frontend(model: str, vllm_args: Sequence[str], api_keys: Sequence[str] 
 
 def _assembler(config: ModelConfig, profile: ModelProfile | None) -> Assembler:
     if profile is None or profile.is_unfit:
-        return _NoAssembler({} if profile is None else profile.fallback_stages)
+        return _NoAssembler({} if profile is None else profile.unfit_stages)
     return profile.assembler(max_tokens=config.max_model_len)
 
 
@@ -336,8 +336,8 @@ class _NoAssembler:
     max_tokens = sys.maxsize
     predicted: frozenset[Modality] = frozenset()
 
-    def __init__(self, fallback_stages: Mapping[Modality, StageName]) -> None:
-        self.fallback_stages = fallback_stages
+    def __init__(self, unfit_stages: Mapping[Modality, StageName]) -> None:
+        self.unfit_stages = unfit_stages
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")

@@ -46,12 +46,12 @@ class VllmAssembler:
         *,
         max_tokens: int = sys.maxsize,
         accepts_item_options: bool = False,
-        fallback_stages: Mapping[Modality, StageName] = MappingProxyType({}),
+        unfit_stages: Mapping[Modality, StageName] = MappingProxyType({}),
         predicted: frozenset[Modality] = frozenset(),
     ) -> None:
         self.max_tokens = max_tokens
         self.accepts_item_options = accepts_item_options
-        self.fallback_stages = fallback_stages
+        self.unfit_stages = unfit_stages
         self.predicted = predicted
         self._processor = processor
         self._images = images

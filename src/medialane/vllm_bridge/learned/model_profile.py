@@ -150,7 +150,7 @@ class ModelProfile:
         return bool(self.unfit) and accepted <= self.unfit.keys()
 
     @cached_property
-    def fallback_stages(self) -> Mapping[Modality, StageName]:
+    def unfit_stages(self) -> Mapping[Modality, StageName]:
         """The stages of requests with the modalities that are `unfit`."""
         accepted = self.trial.by_modality if self.unfit else {}
         return {m: fallback_stage(self.processor, m, accepted.get(m, ())) for m in self.unfit}
@@ -206,7 +206,7 @@ class ModelProfile:
             self.image_tokens,
             max_tokens=max_tokens,
             accepts_item_options=self.accepts_item_options,
-            fallback_stages=self.fallback_stages,
+            unfit_stages=self.unfit_stages,
             predicted=frozenset(self.content_fields),
         )
 
@@ -224,7 +224,7 @@ class ModelProfile:
         measure = None if shape is None else shape.measure
         return ModalityProfile(
             limit=limit,
-            stage=self.fallback_stages.get(modality, "features"),
+            stage=self.unfit_stages.get(modality, "features"),
             why_not_features=self.unfit.get(modality, ""),
             max_pixels=self.max_pixels.get(modality),
             counted_by="" if measure is None else measure.field,
