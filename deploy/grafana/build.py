@@ -593,7 +593,7 @@ ROUTING: Rows = {
         ),
         graph(
             "KV events",
-            "Age of a worker's latest KV event when it was reported, and gaps that needed a snapshot.",
+            "Age of a worker's latest KV event when it was reported, and times that a snapshot replaced queued events.",
             [
                 (f"max by (worker) ({of('medialane_kv_event_lag_seconds')})", "{{worker}}"),
                 (f"sum by (worker) (increase({of('medialane_kv_event_gaps_total')}{_RATE}))", "gaps of {{worker}}"),

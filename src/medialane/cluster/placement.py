@@ -35,7 +35,7 @@ class Hardware:
 
 class Engines(NamedTuple):
     """The engines of one model on a host. `encoder_share` is the part of a worker's GPU memory that encoders on its
-    GPUs get together; 0: they have GPUs of their own. `num_others` is the number of other models' GPUs."""
+    GPUs get together; 0: they have GPUs of their own. `num_others` is the number of other models' engines."""
 
     num_workers: int
     num_encoders: int = 0

@@ -219,7 +219,7 @@ def routing_metrics(stats: RoutingStats) -> Iterator[Metric]:
     yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
     text = "Age of a worker's latest KV event when the worker reported it"
     yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
-    text = "Gaps in a worker's KV events that required a snapshot, since its last connection"
+    text = "Times that too many queued KV events of a worker were replaced by a snapshot, since its last connection"
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 

@@ -107,7 +107,7 @@ class PreparerPool:
         self._supervisor = asyncio.create_task(self._supervise(started), name="preparer-pool")
         try:
             await asyncio.shield(started)
-        except BaseException:
+        except BaseException:  # cancellation included: the preparers have no other owner
             started.cancel()  # if this was cancelled, there is nobody who would retrieve its exception
             await self.close()
             raise

@@ -4,7 +4,7 @@ With a request's first token its engine reports how many tokens of the prompt we
 router has counted on, although the worker still reports their last block; or more, up to a block that the worker never
 reported. If router and engine compute block ids differently, or events are lost, one of both shows, and cache-aware
 routing silently degrades to routing by load. So both are counted, and a warning is logged if half of a worker's last
-requests were such. Three cases are none:
+requests were such. Not counted:
 
 * Blocks that were evicted between choice and prefill: their removal has been reported.
 * Blocks that were only pending (of a request in flight): the engine may start both in one step.

@@ -99,7 +99,7 @@ class HeartbeatPipe:
         """Start the process in the block; then it alone has the end that is written. Without one, nobody has either."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt included: the pipe has no other owner
             self.close()
             raise
         finally:

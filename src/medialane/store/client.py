@@ -153,7 +153,7 @@ class StoreClient:
                 reply = self._expect(call_id)
                 answered = await _while_connected(answer(message), reply)
                 self._connection.send(answered or Proceed(call_id), at_once=True)
-        except BaseException:
+        except BaseException:  # cancellation included: the store is to end the call
             self._abandon(call_id, reply)
             raise
         finally:

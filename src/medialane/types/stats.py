@@ -139,7 +139,7 @@ class WaitStats(msgspec.Struct, frozen=True):
 
 class RoutingStats(msgspec.Struct, frozen=True):
     """The router's state about workers' caches, its mispredictions, and its choices whose request was never sent; per
-    worker the age of its last KV change and the number of gaps in them."""
+    worker the age of its last KV change and how often a snapshot replaced queued ones."""
 
     num_blocks: int
     num_entries: int

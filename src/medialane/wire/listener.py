@@ -178,7 +178,7 @@ def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None)
                 security.check_host(ip)
             where = (ip, port or (sockets[0].getsockname()[1] if sockets else 0))
             sockets.append(socket.create_server(where, family=family, backlog=socket.SOMAXCONN))
-    except BaseException:
+    except BaseException:  # KeyboardInterrupt included: the sockets have no other owner
         for sock in sockets:
             sock.close()
         raise

@@ -126,7 +126,7 @@ class Recorder:
                 del request  # its media must not stay until the next one comes
         except OSError as error:
             logger.error("--record %s: recording has ended: %s", self._config.file, error.strerror)
-        except Exception:
+        except Exception:  # the thread ends with a line in the log, and requests go on
             logger.exception("--record %s: recording has ended", self._config.file)
         finally:
             self._end()

@@ -158,7 +158,7 @@ class Routes:
             num_more_cached=counts.num_more,
             num_unsent=self._router.num_unsent,
             event_lag_s={name: each.event_lag_s for name, each in reports.items() if each.event_lag_s},
-            num_event_gaps={name: each.num_block_gaps for name, each in reports.items()},
+            num_event_gaps={name: each.num_block_overflows for name, each in reports.items()},
         )
 
     def waits(self) -> WaitStats:

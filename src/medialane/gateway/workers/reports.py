@@ -83,7 +83,7 @@ class ClientReports:
         self.num_gateways = 1
 
     @property
-    def num_block_gaps(self) -> int:
+    def num_block_overflows(self) -> int:
         """How often changes of KV blocks were dropped, so that snapshots were requested."""
         return self._blocks.num_overflows
 
@@ -104,7 +104,7 @@ class ClientReports:
         try:
             for endpoint in endpoints:
                 self._slots.append(router.join(endpoint))
-        except BaseException:
+        except BaseException:  # raised again: the router must not keep some of the ranks
             self._leave()
             raise
         self._deliver_soon()

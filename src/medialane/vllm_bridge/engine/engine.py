@@ -141,7 +141,7 @@ def build_engine(
                 enable_log_requests=args.enable_log_requests,
                 disable_log_stats=args.disable_log_stats,
             )
-    except BaseException as error:
+    except BaseException as error:  # cancellation included: the folder has no other owner
         folder.remove()
         if isinstance(error, OSError | RuntimeError | ValueError):
             raise StartupFailed(f"vLLM failed to start: {error}") from error

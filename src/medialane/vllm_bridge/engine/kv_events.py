@@ -149,7 +149,7 @@ class RankReader:
         """Read until cancelled. After an error the rank is empty, and the next call reads it anew."""
         try:
             await self._read()
-        except Exception:
+        except Exception:  # raised again: whatever it was, the rank is no longer known
             self.lose("its reader has failed")
             self._next = 0
             raise

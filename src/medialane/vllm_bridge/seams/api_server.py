@@ -173,7 +173,7 @@ def unload_adapters_by(state: Any, unload: Callable[[str], Awaitable[None]]) -> 
         if not isinstance(answer, ErrorResponse):
             try:
                 await unload(request.lora_name)
-            except BaseException:
+            except BaseException:  # cancellation included: workers may still have the adapter
                 models.lora_requests.setdefault(request.lora_name, loaded)
                 raise
         return answer

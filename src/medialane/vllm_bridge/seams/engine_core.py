@@ -39,7 +39,7 @@ def change(
         try:
             before_add(request)
             preprocessed = inner(self, request)
-        except Exception as error:
+        except Exception as error:  # any one would end the front end of a pooling model
             if request.pooling_params is None:
                 raise
             # vLLM's front end fails at any other error of a pooling request, for which it expects a tensor.
