@@ -91,12 +91,13 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 class Rates(NamedTuple):
     """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
-    byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot; per
+    token that is evicted for it and would have been used again, per byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot; per
     embedding of an item that a slot has in neither cache, or per byte of embeddings in the arena. With a temperature a
     slot is sampled with weight exp(-score / temperature)."""
 
     request: float = 0.0
     token: float = 0.0
+    evicted: float = 0.0
     byte: float = 0.0
     remote: float = 0.0
     remote_byte: float = 0.0
@@ -136,6 +137,7 @@ class CostModel:
         self.rates = Rates(
             request=config.request_ms * weight,
             token=config.prefill_ms_per_token * weight,
+            evicted=config.prefill_ms_per_token * weight,
             byte=config.local_ms_per_mib / _MIB,
             remote=config.remote_ms,
             remote_byte=(config.remote_ms_per_mib - config.local_ms_per_mib) / _MIB,
@@ -145,8 +147,9 @@ class CostModel:
             embedding_byte=config.load_ms_per_mib / _MIB * weight,
         )
 
-    def terms(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int) -> SlotCost:
-        """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
+    def terms(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int, reuse: float = 0.0) -> SlotCost:
+        """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt. `reuse` is how
+        likely what it evicts would be used again."""
         config, request = self._config, scoring_input.request
         queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode, load_bytes, num_to_load = [], 0, 0, 0, 0
@@ -177,6 +180,7 @@ class CostModel:
             kv_pressure=kv_pressure,
             handover=handover,
             contention=(prefill + encoder + load) * config.contention_weight,
+            eviction=computed_tokens * self.rates.evicted * reuse,
             session=-config.session_ms if scoring_input.session_slot == slot.number else 0.0,
         )
         return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)

@@ -113,8 +113,11 @@ class Policy:
         if scoring_input.session_slot is not None:
             masks.append(1 << scoring_input.session_slot)
             savings.append(rates.session)
-        saved: Scores = np.dot(savings, bit_rows(masks, self._slots.table.shape[1]))
-        scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - saved
+        rows = bit_rows(masks, self._slots.table.shape[1])
+        scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - np.dot(savings, rows)
+        if rates.evicted:
+            cached_tokens = np.dot([tokens for tokens, _ in cached], rows[1 : 1 + len(cached)])
+            scores += (request.num_tokens - cached_tokens) * self._slots.reuse() * rates.evicted
         return scores
 
     def _excluded_except(self, candidates: int) -> Scores:

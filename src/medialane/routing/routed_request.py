@@ -183,7 +183,7 @@ class RoutedRequest:
     def _begin(self, scoring_input: ScoringInput, choice: Choice) -> None:
         """Explain the choice, and count the request at its slot unless that has left."""
         state, slot, request = self._state, self._slot, scoring_input.request
-        terms = state.costs.terms(scoring_input, slot, choice.tokens)
+        terms = state.costs.terms(scoring_input, slot, choice.tokens, state.slots.reuse().item(slot.number))
         self._decision = _explain(scoring_input, choice, slot, terms, policy=state.policy)
         if request.session_id is not None:
             state.sessions[request.session_id] = slot.place

@@ -6,6 +6,7 @@ among a thousand slots is a few operations on arrays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,8 +26,9 @@ WorkerRank = tuple[str, int]
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
 
-#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
-BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
+#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies, and the blocks that its
+#: engine has stored lately.
+BASE_COST, SEQUENCES, NONE, _STORED, _NUM_ROWS = range(5)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
@@ -35,6 +37,9 @@ _FIRST_CAPACITY: Final = 64
 
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
+
+#: Above this `SlotTable` scales what was stored down again.
+_MAX_SCALE: Final = 1e100
 
 #: Tokens of a step, of engines that do not report how many they compute in one.
 _BATCH_TOKENS: Final = 2048
@@ -116,6 +121,7 @@ class SlotTable:
         self.with_room = 0  # bit mask of slots whose engines can begin another request at once
         self.remote = 0  # bit mask of the slots on another host
         self.table: Scores = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
+        self._scale = 1.0  # of the row of stored blocks: what is stored now counts this much
 
     def __len__(self) -> int:
         """One more than the highest number used so far."""
@@ -172,6 +178,7 @@ class SlotTable:
         self._serving.clear()
         self._find_block_sizes()
         self._close(slot)
+        self.table[_STORED, slot.number] = 0.0
 
     def mean_sequences(self) -> float:
         """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
@@ -236,6 +243,30 @@ class SlotTable:
         slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
         table[BASE_COST, number] = queue + running + kv_pressure
+
+    def stored(self, slot: Slot, num_blocks: int, *, snapshot: bool = False) -> None:
+        """Count blocks that the slot's engine has stored, or with `snapshot` all that it holds, relative to its size.
+        They count less while others are stored: by a factor e for as many as all caches hold."""
+        size = slot.card.num_kv_blocks if slot.card is not None else 0
+        if not size:
+            return
+        share = min(num_blocks / size, 1.0)
+        if snapshot:
+            self.table[_STORED, slot.number] = 0.0
+        else:
+            self._scale *= math.exp(share / len(self._by_place))
+        self.table[_STORED, slot.number] += share * self._scale
+        if self._scale > _MAX_SCALE:
+            self.table[_STORED] /= self._scale
+            self._scale = 1.0
+
+    def reuse(self) -> Scores:
+        """Return how likely blocks would be used again that a slot evicts for new ones: the more it has stored lately,
+        the sooner after their last use its blocks are evicted. 0 for an engine that stores nothing, 0.5 if all store
+        alike."""
+        stored = self.table[_STORED]
+        likely: Scores = stored / (stored + self._scale)
+        return likely
 
     def has_room(self, slot: Slot) -> bool:
         """Return whether nothing waits in the slot's engine, as it was last reported, and what was sent there since is
