@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -27,13 +28,16 @@ _SCORES: Final = {
 
 class Choice(msgspec.Struct, frozen=True, eq=False):
     """The selected slot, and its longest prefix in tokens; `is_reported`: by the worker, none of it is only pending.
-    `longest` is the longest prefix of all candidates. `alternatives` are the next best, best first: slot, score, tokens
+    `longest` is the longest prefix of all candidates, `shared` its last block (0 without), and `rent` what the choice
+    evicts more than one of the candidate that evicts least (ms). `alternatives` are the next best, best first: slot, score, tokens
     of its prefix; they may leave before the request is sent."""
 
     slot: int
     tokens: int
     is_reported: bool
     longest: int
+    shared: int
+    rent: float
     alternatives: list[tuple[Slot, float, int]]
 
 
@@ -49,12 +53,14 @@ class Policy:
         slots: SlotTable,
         index: BlockIndex,
         pending: PendingBlocks,
+        rents: Mapping[int, float],
         seed: int | None,
     ) -> None:
         self._initial, self._rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
         self._slots = slots
         self._index = index
         self._pending = pending
+        self._rents = rents
         self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._last = -1  # the slot selected last
         self._candidates = -1
@@ -67,11 +73,15 @@ class Policy:
         slot = self._sample(scores) if self._rates.temperature else self._lowest(scores)
         self._last = slot
         tokens = _tokens(cached, slot)
+        request, reuse = scoring_input.request, self._slots.reuse()
+        more_reuse = reuse.item(slot) - (reuse + self._excluded).min().item()
         return Choice(
             slot,
             tokens,
             is_reported=tokens == _tokens(reported, slot),
             longest=cached[0][0] if cached else 0,
+            shared=_last_block(request, cached),
+            rent=(request.num_tokens - tokens) * more_reuse * self._rates.evicted,
             alternatives=self._alternatives(scores, slot, cached),
         )
 
@@ -104,6 +114,8 @@ class Policy:
         for tokens, slots in cached:
             masks.append(slots)
             savings.append(tokens * rates.token)
+        if cached:
+            savings[1] = max(0.0, savings[1] - self._rents.get(_last_block(request, cached), 0.0))
         for item, holders, cost in zip(scoring_input.items, scoring_input.holders, costs, strict=True):
             masks.append(holders & candidates | _covering(cached, item.end))
             savings.append(cost)
@@ -163,6 +175,13 @@ def _shortest(prefixes: Prefixes, slots: int) -> int:
     for _, holders in prefixes:
         slots ^= holders
     return prefixes[-1][0] if prefixes and not slots else 0
+
+
+def _last_block(request: RoutingRequest, prefixes: Prefixes) -> int:
+    """Return the id of the longest prefix's last block, by the request's first block size; 0 if there is none."""
+    size, ids = next(iter(request.block_ids.items()))
+    length = prefixes[0][0] // size if prefixes else 0
+    return ids.item(length - 1) if length else 0
 
 
 def _tokens(prefixes: Prefixes, slot: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks, PendingPrefix
 from medialane.routing.config import PolicyName
@@ -30,8 +30,8 @@ _EVENT_DELAY_S: Final = 0.5
 
 @dataclass
 class RouterState:
-    """What the router and its requests share. `sessions` has the worker of each session's last request; `num_unsent`
-    are the decisions whose request ended without having been sent."""
+    """What the router and its requests share. `sessions` has the worker of each session's last request, `rents`
+    by the last block of a prefix what requests with it have evicted since it was last copied (ms); `num_unsent` are the decisions whose request ended without having been sent."""
 
     policy: PolicyName
     costs: CostModel
@@ -41,6 +41,7 @@ class RouterState:
     caches: EncoderCaches
     predictions: PredictionMonitor
     sessions: TTLCache[str, WorkerRank]
+    rents: LRUCache[int, float]
     places: Places
     num_unsent: int = 0
 
@@ -187,6 +188,10 @@ class RoutedRequest:
         self._decision = _explain(scoring_input, choice, slot, terms, policy=state.policy)
         if request.session_id is not None:
             state.sessions[request.session_id] = slot.place
+        if choice.tokens < choice.longest:
+            state.rents.pop(choice.shared, None)
+        elif choice.shared and choice.rent:
+            state.rents[choice.shared] = state.rents.get(choice.shared, 0.0) + choice.rent
         if state.slots.is_current(slot):
             self._occupied = self._occupy(request, terms, is_reported=choice.is_reported)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-from cachetools import TTLCache
+from cachetools import LRUCache, TTLCache
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks
 from medialane.routing.config import RoutingConfig
@@ -33,6 +33,8 @@ from medialane.types.stats import PendingWork
 _BLOCK_ID: Final = np.dtype("<u8")
 #: Until a worker has reported its own: vLLM's default on GPUs.
 _BLOCK_SIZE: Final = 16
+#: Prefixes that are shared by requests, and the many that are not.
+_MAX_RENTS: Final = 4096
 
 
 class Router:
@@ -57,10 +59,17 @@ class Router:
             EncoderCaches(),
             PredictionMonitor(self.index.holds, clock=clock),
             TTLCache(config.max_sessions, config.session_ttl_s, clock),
+            LRUCache(_MAX_RENTS),
             Places(clock=clock),
         )
         self._policy = Policy(
-            config.router, costs=state.costs, slots=state.slots, index=state.index, pending=state.pending, seed=seed
+            config.router,
+            costs=state.costs,
+            slots=state.slots,
+            index=state.index,
+            pending=state.pending,
+            rents=state.rents,
+            seed=seed,
         )
 
     @property

@@ -265,7 +265,8 @@ class SlotTable:
         the sooner after their last use its blocks are evicted. 0 for an engine that stores nothing, 0.5 if all store
         alike."""
         stored = self.table[_STORED]
-        likely: Scores = stored / (stored + self._scale)
+        mean = float(stored.sum()) / max(1, len(self._by_place))
+        likely: Scores = stored / (stored + mean) if mean else stored
         return likely
 
     def has_room(self, slot: Slot) -> bool:

@@ -49,11 +49,20 @@ class RouterParts:
             self.caches,
             self.predictions,
             {},
+            {},
             Places(clock=clock),
         )
 
     def policy(self, name, *, seed=None):
-        return Policy(name, costs=self.costs, slots=self.slots, index=self.index, pending=self.pending, seed=seed)
+        return Policy(
+            name,
+            costs=self.costs,
+            slots=self.slots,
+            index=self.index,
+            pending=self.pending,
+            rents=self.state.rents,
+            seed=seed,
+        )
 
 
 def scoring_input(request, holders_of=None, *, candidates, session_slot=None):
