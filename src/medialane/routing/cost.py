@@ -27,6 +27,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple, Self
 
 import msgspec
+from cachetools import LRUCache
 
 from medialane.routing.config import RoutingConfig
 from medialane.routing.slots import RoutingRequest, Slot
@@ -40,6 +41,8 @@ _UNKNOWN_EMBEDS: Final = 1024
 #: `medialane bench encode_sim`, items wait too long for busy encoders if it is larger, and sequences are delayed while
 #: encoders are idle if it is smaller; from 0.2 to 0.3 there is little difference.
 _DELAY_WEIGHT: Final = 0.25
+#: Of `PrefixEvictions`: shared prefixes, and the many more that belong to one prompt each.
+_MAX_PREFIXES: Final = 4096
 
 
 class EncoderItem(msgspec.Struct, frozen=True):
@@ -147,9 +150,10 @@ class CostModel:
             embedding_byte=config.load_ms_per_mib / _MIB * weight,
         )
 
-    def terms(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int, reuse: float = 0.0) -> SlotCost:
-        """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt. `reuse` is how
-        likely what it evicts would be used again."""
+    def terms(
+        self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int, *, eviction_ms: float = 0.0
+    ) -> SlotCost:
+        """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
         config, request = self._config, scoring_input.request
         queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode, load_bytes, num_to_load = [], 0, 0, 0, 0
@@ -180,10 +184,44 @@ class CostModel:
             kv_pressure=kv_pressure,
             handover=handover,
             contention=(prefill + encoder + load) * config.contention_weight,
-            eviction=computed_tokens * self.rates.evicted * reuse,
+            eviction=eviction_ms,
             session=-config.session_ms if scoring_input.session_slot == slot.number else 0.0,
         )
         return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)
+
+
+class PrefixEvictions:
+    """By prefix, what requests have evicted (ms) because only some workers have it, beyond what they would have evicted
+    at others. It is added to the cost of these workers: once it is as much as the cost of computing the prefix, the
+    next request is sent elsewhere, and the prefix has one copy more. So either costs at most what the other does.
+
+    A prefix is identified by its last block. One that belongs to a single prompt grows with each turn, so it is another
+    one each time. `token_ms` is the cost of computing a token."""
+
+    def __init__(self, token_ms: float) -> None:
+        self._token_ms = token_ms
+        self._evicted_ms: LRUCache[int, float] = LRUCache(_MAX_PREFIXES)
+
+    def evicted_ms(self, request: RoutingRequest, num_tokens: int) -> float:
+        """Return the sum for the request's first `num_tokens`, at most the cost of computing them."""
+        return self._evicted_ms.get(_last_block(request, num_tokens), 0.0)
+
+    def add(self, request: RoutingRequest, num_tokens: int, evicted_ms: float) -> None:
+        """Add what a request has evicted because of its first `num_tokens`."""
+        block = _last_block(request, num_tokens)
+        if block is not None and evicted_ms > 0:
+            evicted_ms += self._evicted_ms.get(block, 0.0)
+            self._evicted_ms[block] = min(evicted_ms, num_tokens * self._token_ms)
+
+    def copied(self, request: RoutingRequest, num_tokens: int) -> None:
+        """Begin anew: the request's first `num_tokens` are computed by one worker more."""
+        self._evicted_ms.pop(_last_block(request, num_tokens), None)
+
+
+def _last_block(request: RoutingRequest, num_tokens: int) -> int | None:
+    """Return the id of the last full block of the first tokens, by the first block size; None if there is none."""
+    size, ids = next(iter(request.block_ids.items()))
+    return ids.item(num_tokens // size - 1) if size <= num_tokens <= len(ids) * size else None
 
 
 # Where a new item is encoded

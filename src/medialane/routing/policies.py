@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -11,7 +10,7 @@ import numpy as np
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks, Prefixes, longest
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Rates, ScoringInput
+from medialane.routing.cost import CostModel, PrefixEvictions, Rates, ScoringInput
 from medialane.routing.slots import BASE_COST, NONE, SEQUENCES, RoutingRequest, Scores, Slot, SlotTable, bit_rows
 
 #: Scores are sums of floats in different orders: differences up to this count as equal (ms).
@@ -28,16 +27,13 @@ _SCORES: Final = {
 
 class Choice(msgspec.Struct, frozen=True, eq=False):
     """The selected slot, and its longest prefix in tokens; `is_reported`: by the worker, none of it is only pending.
-    `longest` is the longest prefix of all candidates, `shared` its last block (0 without), and `rent` what the choice
-    evicts more than one of the candidate that evicts least (ms). `alternatives` are the next best, best first: slot, score, tokens
+    `longest` is the longest prefix of all candidates. `alternatives` are the next best, best first: slot, score, tokens
     of its prefix; they may leave before the request is sent."""
 
     slot: int
     tokens: int
     is_reported: bool
     longest: int
-    shared: int
-    rent: float
     alternatives: list[tuple[Slot, float, int]]
 
 
@@ -53,14 +49,14 @@ class Policy:
         slots: SlotTable,
         index: BlockIndex,
         pending: PendingBlocks,
-        rents: Mapping[int, float],
+        evictions: PrefixEvictions,
         seed: int | None,
     ) -> None:
         self._initial, self._rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
         self._slots = slots
         self._index = index
         self._pending = pending
-        self._rents = rents
+        self._evictions = evictions
         self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._last = -1  # the slot selected last
         self._candidates = -1
@@ -73,15 +69,11 @@ class Policy:
         slot = self._sample(scores) if self._rates.temperature else self._lowest(scores)
         self._last = slot
         tokens = _tokens(cached, slot)
-        request, reuse = scoring_input.request, self._slots.reuse()
-        more_reuse = reuse.item(slot) - (reuse + self._excluded).min().item()
         return Choice(
             slot,
             tokens,
             is_reported=tokens == _tokens(reported, slot),
             longest=cached[0][0] if cached else 0,
-            shared=_last_block(request, cached),
-            rent=(request.num_tokens - tokens) * more_reuse * self._rates.evicted,
             alternatives=self._alternatives(scores, slot, cached),
         )
 
@@ -114,8 +106,6 @@ class Policy:
         for tokens, slots in cached:
             masks.append(slots)
             savings.append(tokens * rates.token)
-        if cached:
-            savings[1] = max(0.0, savings[1] - self._rents.get(_last_block(request, cached), 0.0))
         for item, holders, cost in zip(scoring_input.items, scoring_input.holders, costs, strict=True):
             masks.append(holders & candidates | _covering(cached, item.end))
             savings.append(cost)
@@ -128,6 +118,8 @@ class Policy:
         rows = bit_rows(masks, self._slots.table.shape[1])
         scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - np.dot(savings, rows)
         if rates.evicted:
+            if cached:
+                scores += rows[1] * self._evictions.evicted_ms(request, cached[0][0])
             cached_tokens = np.dot([tokens for tokens, _ in cached], rows[1 : 1 + len(cached)])
             scores += (request.num_tokens - cached_tokens) * self._slots.reuse() * rates.evicted
         return scores
@@ -175,13 +167,6 @@ def _shortest(prefixes: Prefixes, slots: int) -> int:
     for _, holders in prefixes:
         slots ^= holders
     return prefixes[-1][0] if prefixes and not slots else 0
-
-
-def _last_block(request: RoutingRequest, prefixes: Prefixes) -> int:
-    """Return the id of the longest prefix's last block, by the request's first block size; 0 if there is none."""
-    size, ids = next(iter(request.block_ids.items()))
-    length = prefixes[0][0] // size if prefixes else 0
-    return ids.item(length - 1) if length else 0
 
 
 def _tokens(prefixes: Prefixes, slot: int) -> int:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from cachetools import LRUCache, TTLCache
+from cachetools import TTLCache
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks, PendingPrefix
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, ScoringInput, SlotCost
+from medialane.routing.cost import CostModel, PrefixEvictions, ScoringInput, SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
 from medialane.routing.prediction import Prediction, PredictionMonitor
@@ -30,18 +30,18 @@ _EVENT_DELAY_S: Final = 0.5
 
 @dataclass
 class RouterState:
-    """What the router and its requests share. `sessions` has the worker of each session's last request, `rents`
-    by the last block of a prefix what requests with it have evicted since it was last copied (ms); `num_unsent` are the decisions whose request ended without having been sent."""
+    """What the router and its requests share. `sessions` has the worker of each session's last request; `num_unsent`
+    are the decisions whose request ended without having been sent."""
 
     policy: PolicyName
     costs: CostModel
     slots: SlotTable
     index: BlockIndex
     pending: PendingBlocks
+    evictions: PrefixEvictions
     caches: EncoderCaches
     predictions: PredictionMonitor
     sessions: TTLCache[str, WorkerRank]
-    rents: LRUCache[int, float]
     places: Places
     num_unsent: int = 0
 
@@ -52,6 +52,19 @@ class RouterState:
         pinned = self.caches.pin(slot.number, work.items)
         self.slots.queue(slot, work.work_ms, announced=True)
         return AnnouncedRequest(self, slot, work.work_ms, prefix, pinned)
+
+    def evict(self, scoring_input: ScoringInput, choice: Choice) -> float:
+        """Return the cost of what a chosen slot evicts for a request (ms), and note how much of it is because of the
+        prefix that it has."""
+        request, longest = scoring_input.request, choice.longest
+        reuse, least = self.slots.reuse_at(choice.slot, scoring_input.candidates)
+        new_ms = (request.num_tokens - choice.tokens) * self.costs.rates.evicted
+        if choice.tokens < longest:
+            self.evictions.copied(request, longest)
+            return new_ms * reuse
+        before_ms = self.evictions.evicted_ms(request, longest)
+        self.evictions.add(request, longest, new_ms * (reuse - least))
+        return before_ms + new_ms * reuse
 
     def end_pending(self, prefix: PendingPrefix, *, is_computed: bool) -> None:
         """End the pending prefix of a request. If it is computed, and the slot has not reported its last block yet, the
@@ -184,14 +197,11 @@ class RoutedRequest:
     def _begin(self, scoring_input: ScoringInput, choice: Choice) -> None:
         """Explain the choice, and count the request at its slot unless that has left."""
         state, slot, request = self._state, self._slot, scoring_input.request
-        terms = state.costs.terms(scoring_input, slot, choice.tokens, state.slots.reuse().item(slot.number))
+        eviction_ms = state.evict(scoring_input, choice)
+        terms = state.costs.terms(scoring_input, slot, choice.tokens, eviction_ms=eviction_ms)
         self._decision = _explain(scoring_input, choice, slot, terms, policy=state.policy)
         if request.session_id is not None:
             state.sessions[request.session_id] = slot.place
-        if choice.tokens < choice.longest:
-            state.rents.pop(choice.shared, None)
-        elif choice.shared and choice.rent:
-            state.rents[choice.shared] = state.rents.get(choice.shared, 0.0) + choice.rent
         if state.slots.is_current(slot):
             self._occupied = self._occupy(request, terms, is_reported=choice.is_reported)
 
@@ -243,7 +253,7 @@ def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> 
     if policy != "cost":
         return policy
     if choice.tokens < choice.longest:
-        return "longer prefix elsewhere, but higher load"
+        return "longer prefix elsewhere, but higher load or more evictions"
     if choice.tokens:
         return "longest cached prefix"
     if choice.slot == scoring_input.session_slot:

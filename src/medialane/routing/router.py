@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-from cachetools import LRUCache, TTLCache
+from cachetools import TTLCache
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, ScoringInput, encoder_items
+from medialane.routing.cost import CostModel, PrefixEvictions, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
@@ -33,8 +33,6 @@ from medialane.types.stats import PendingWork
 _BLOCK_ID: Final = np.dtype("<u8")
 #: Until a worker has reported its own: vLLM's default on GPUs.
 _BLOCK_SIZE: Final = 16
-#: Prefixes that are shared by requests, and the many that are not.
-_MAX_RENTS: Final = 4096
 
 
 class Router:
@@ -49,26 +47,26 @@ class Router:
     ) -> None:
         config = config or RoutingConfig()
         self.config = config
-        self.index, self._slots = BlockIndex(), SlotTable(config)
+        self.index, self._slots, costs = BlockIndex(), SlotTable(config), CostModel(config)
         self._state = state = RouterState(
             config.router,
-            CostModel(config),
+            costs,
             self._slots,
             self.index,
             PendingBlocks(ttl_s=config.pending_ttl_s, clock=clock),
+            PrefixEvictions(costs.rates.token),
             EncoderCaches(),
             PredictionMonitor(self.index.holds, clock=clock),
             TTLCache(config.max_sessions, config.session_ttl_s, clock),
-            LRUCache(_MAX_RENTS),
             Places(clock=clock),
         )
         self._policy = Policy(
             config.router,
-            costs=state.costs,
+            costs=costs,
             slots=state.slots,
             index=state.index,
             pending=state.pending,
-            rents=state.rents,
+            evictions=state.evictions,
             seed=seed,
         )
 

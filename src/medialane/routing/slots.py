@@ -269,6 +269,11 @@ class SlotTable:
         likely: Scores = stored / (stored + mean) if mean else stored
         return likely
 
+    def reuse_at(self, number: int, slots: int) -> tuple[float, float]:
+        """Return this of the slot with this number, and the lowest of `slots` (a mask)."""
+        reuse = self.reuse()
+        return reuse.item(number), reuse[bit_rows([slots], len(reuse))[0] > 0].min().item()
+
     def has_room(self, slot: Slot) -> bool:
         """Return whether nothing waits in the slot's engine, as it was last reported, and what was sent there since is
         less than a step: so the engine has work until the next report."""

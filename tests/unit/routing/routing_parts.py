@@ -5,7 +5,7 @@ What is tested by itself of the room's inside is imported here alone.
 
 from medialane.routing import BlockIndex, RoutingConfig
 from medialane.routing.block_index import PendingBlocks, longest
-from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
+from medialane.routing.cost import CostModel, EncoderItem, PrefixEvictions, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
 from medialane.routing.policies import Choice, Policy
 from medialane.routing.prediction import Prediction, PredictionMonitor
@@ -40,15 +40,16 @@ class RouterParts:
         self.caches = EncoderCaches()
         self.predictions = PredictionMonitor(self.index.holds, clock=clock)
         self.costs = CostModel(self.config)
+        self.evictions = PrefixEvictions(self.costs.rates.token)
         self.state = RouterState(
             self.config.router,
             self.costs,
             self.slots,
             self.index,
             self.pending,
+            self.evictions,
             self.caches,
             self.predictions,
-            {},
             {},
             Places(clock=clock),
         )
@@ -60,7 +61,7 @@ class RouterParts:
             slots=self.slots,
             index=self.index,
             pending=self.pending,
-            rents=self.state.rents,
+            evictions=self.evictions,
             seed=seed,
         )
 
