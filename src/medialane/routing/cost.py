@@ -94,9 +94,9 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 class Rates(NamedTuple):
     """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
-    token that is evicted for it and would have been used again, per byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot; per
-    embedding of an item that a slot has in neither cache, or per byte of embeddings in the arena. With a temperature a
-    slot is sampled with weight exp(-score / temperature)."""
+    evicted token that would have been used again, per byte transferred; on another host additionally per transfer and
+    per byte; a bonus for the session's last slot; per embedding of an item that a slot has in neither cache, or per
+    byte of embeddings in the arena. With a temperature a slot is sampled with weight exp(-score / temperature)."""
 
     request: float = 0.0
     token: float = 0.0

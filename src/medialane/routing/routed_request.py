@@ -216,6 +216,7 @@ class RoutedRequest:
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = state.caches.pin(slot.number, items)
         state.slots.queue(slot, terms.work_ms)
+        state.slots.place(slot, request.num_tokens, request.num_tokens - terms.cached_tokens)
         return _Occupied(terms.work_ms, predicted, prefix, items, pinned)
 
     def _unqueue(self, occupied: _Occupied, *, computed: bool) -> None:

@@ -151,12 +151,9 @@ class Router:
         stored = _ids(change.stored)
         if change.snapshot:
             self.index.replace(number, stored)
-            self._slots.stored(self._slots[slot], self.index.num_held(number), snapshot=True)
             return
         self.index.remove(number, _ids(change.removed))
-        before = self.index.num_held(number)
         self.index.store(number, stored)
-        self._slots.stored(self._slots[slot], self.index.num_held(number) - before)
 
     def move(self, slot: int, *, same_host: bool) -> None:
         """Note whether the slot's worker has mapped the arena of this host."""

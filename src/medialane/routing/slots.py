@@ -26,9 +26,9 @@ WorkerRank = tuple[str, int]
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
 
-#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies, and the blocks that its
-#: engine has stored lately.
-BASE_COST, SEQUENCES, NONE, _STORED, _NUM_ROWS = range(5)
+#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies, and the new tokens
+#: that it got lately.
+BASE_COST, SEQUENCES, NONE, _NEW, _NUM_ROWS = range(5)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
@@ -38,7 +38,8 @@ _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
 
-#: Above this `SlotTable` scales what was stored down again.
+#: New prompts per slot that count as lately; above this scale their tokens are scaled down again.
+_WINDOW: Final = 32
 _MAX_SCALE: Final = 1e100
 
 #: Tokens of a step, of engines that do not report how many they compute in one.
@@ -121,7 +122,7 @@ class SlotTable:
         self.with_room = 0  # bit mask of slots whose engines can begin another request at once
         self.remote = 0  # bit mask of the slots on another host
         self.table: Scores = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
-        self._scale = 1.0  # of the row of stored blocks: what is stored now counts this much
+        self._scale = 1.0  # of the row of new tokens: a token now counts this much
 
     def __len__(self) -> int:
         """One more than the highest number used so far."""
@@ -178,7 +179,7 @@ class SlotTable:
         self._serving.clear()
         self._find_block_sizes()
         self._close(slot)
-        self.table[_STORED, slot.number] = 0.0
+        self.table[_NEW, slot.number] = 0.0
 
     def mean_sequences(self) -> float:
         """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
@@ -244,29 +245,25 @@ class SlotTable:
         table[SEQUENCES, number] = slot.num_sequences
         table[BASE_COST, number] = queue + running + kv_pressure
 
-    def stored(self, slot: Slot, num_blocks: int, *, snapshot: bool = False) -> None:
-        """Count blocks that the slot's engine has stored, or with `snapshot` all that it holds, relative to its size.
-        They count less while others are stored: by a factor e for as many as all caches hold."""
-        size = slot.card.num_kv_blocks if slot.card is not None else 0
-        if not size:
+    def place(self, slot: Slot, num_tokens: int, num_new: int) -> None:
+        """Count the new tokens of a prompt that is sent to the slot, relative to the size of its cache. They count the
+        less, the more of the prompt is cached there: it has to go there, wherever others go. Earlier ones count less,
+        by a factor e after `_WINDOW` new prompts for each slot."""
+        if slot.card is None or not (size := slot.card.num_kv_blocks * slot.card.block_size):
             return
-        share = min(num_blocks / size, 1.0)
-        if snapshot:
-            self.table[_STORED, slot.number] = 0.0
-        else:
-            self._scale *= math.exp(share / len(self._by_place))
-        self.table[_STORED, slot.number] += share * self._scale
+        weight = num_new / num_tokens
+        self._scale *= math.exp(weight / (_WINDOW * len(self._by_place)))
+        self.table[_NEW, slot.number] += weight * num_new / size * self._scale
         if self._scale > _MAX_SCALE:
-            self.table[_STORED] /= self._scale
+            self.table[_NEW] /= self._scale
             self._scale = 1.0
 
     def reuse(self) -> Scores:
-        """Return how likely blocks would be used again that a slot evicts for new ones: the more it has stored lately,
-        the sooner after their last use its blocks are evicted. 0 for an engine that stores nothing, 0.5 if all store
-        alike."""
-        stored = self.table[_STORED]
-        mean = float(stored.sum()) / max(1, len(self._by_place))
-        likely: Scores = stored / (stored + mean) if mean else stored
+        """Return how likely the blocks that a slot evicts for new ones would be used again: the more new tokens it
+        gets, the sooner after their last use its blocks are evicted. 0 without any, 0.5 with as many as the others."""
+        new = self.table[_NEW]
+        mean = float(new.sum()) / max(1, len(self._by_place))
+        likely: Scores = new / (new + mean) if mean else new
         return likely
 
     def reuse_at(self, number: int, slots: int) -> tuple[float, float]:
