@@ -251,7 +251,7 @@ class SlotTable:
         by a factor e after `_WINDOW` new prompts for each slot."""
         if slot.card is None or not (size := slot.card.num_kv_blocks * slot.card.block_size):
             return
-        weight = num_new / num_tokens
+        weight = num_new / max(1, num_tokens)
         self._scale *= math.exp(weight / (_WINDOW * len(self._by_place)))
         self.table[_NEW, slot.number] += weight * num_new / size * self._scale
         if self._scale > _MAX_SCALE:
