@@ -203,6 +203,8 @@ class RoutedRequest:
         if request.session_id is not None:
             state.sessions[request.session_id] = slot.place
         if state.slots.is_current(slot):
+            cached_elsewhere = choice.alternatives[0][2] if choice.alternatives else 0
+            state.slots.place(slot, request.num_tokens - choice.tokens, request.num_tokens - cached_elsewhere)
             self._occupied = self._occupy(request, terms, is_reported=choice.is_reported)
 
     def _occupy(self, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> _Occupied:
@@ -216,7 +218,6 @@ class RoutedRequest:
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = state.caches.pin(slot.number, items)
         state.slots.queue(slot, terms.work_ms)
-        state.slots.place(slot, request.num_tokens, request.num_tokens - terms.cached_tokens)
         return _Occupied(terms.work_ms, predicted, prefix, items, pinned)
 
     def _unqueue(self, occupied: _Occupied, *, computed: bool) -> None:

@@ -245,13 +245,13 @@ class SlotTable:
         table[SEQUENCES, number] = slot.num_sequences
         table[BASE_COST, number] = queue + running + kv_pressure
 
-    def place(self, slot: Slot, num_tokens: int, num_new: int) -> None:
-        """Count the new tokens of a prompt that is sent to the slot, relative to the size of its cache. They count the
-        less, the more of the prompt is cached there: it has to go there, wherever others go. Earlier ones count less,
-        by a factor e after `_WINDOW` new prompts for each slot."""
+    def place(self, slot: Slot, num_new: int, num_elsewhere: int) -> None:
+        """Count the new tokens of a prompt that is sent to the slot, relative to the size of its cache. They count less
+        if there were more at the next best slot, `num_elsewhere`: then there was no choice, wherever others go. Earlier
+        ones count less, by a factor e after `_WINDOW` new prompts for each slot."""
         if slot.card is None or not (size := slot.card.num_kv_blocks * slot.card.block_size):
             return
-        weight = num_new / max(1, num_tokens)
+        weight = min(1.0, num_new / max(1, num_elsewhere))
         self._scale *= math.exp(weight / (_WINDOW * len(self._by_place)))
         self.table[_NEW, slot.number] += weight * num_new / size * self._scale
         if self._scale > _MAX_SCALE:

@@ -142,10 +142,21 @@ def test_chat_stays_with_its_worker_although_more_was_sent_there():
 @pytest.mark.parametrize(
     ("trace", "num_tokens"),
     [
-        (PacedTrace(num_rounds=3), 27_000),
-        (PacedTrace(num_rounds=3, document=(400, 800)), 6_500),
-        (PacedTrace(num_rounds=3, num_documents=13, document=(500, 8000)), 38_000),
-        (PacedTrace(num_rounds=5, document=(50, 200), question=(100, 300), answer=(50, 200), is_chat=True), 14_000),
+        (PacedTrace(num_rounds=3, num_sets=3), 27_000),
+        (PacedTrace(num_rounds=3, num_sets=3, document=(400, 800)), 6_500),
+        (PacedTrace(num_rounds=3, num_sets=3, num_documents=13, document=(500, 8000)), 38_000),
+        (
+            PacedTrace(
+                num_rounds=6,
+                num_sets=3,
+                pace_s=3.0,
+                document=(50, 200),
+                question=(100, 300),
+                answer=(50, 200),
+                is_chat=True,
+            ),
+            17_000,
+        ),
     ],
 )
 def test_documents_that_fit_two_caches_together_are_all_cached_at_one(trace, num_tokens):
