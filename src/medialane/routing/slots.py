@@ -247,11 +247,12 @@ class SlotTable:
 
     def place(self, slot: Slot, num_new: int, num_elsewhere: int) -> None:
         """Count the new tokens of a prompt that is sent to the slot, relative to the size of its cache. They count less
-        if there were more at the next best slot, `num_elsewhere`: then there was no choice, wherever others go. Earlier
-        ones count less, by a factor e after `_WINDOW` new prompts for each slot."""
+        if there were more at the next best slot, `num_elsewhere`, so there was no choice: all later turns of a chat
+        count less than its first, or new chats would make up for old ones that go on, and be alone with each other.
+        Earlier tokens count less, by a factor e after `_WINDOW` new prompts for each slot."""
         if slot.card is None or not (size := slot.card.num_kv_blocks * slot.card.block_size):
             return
-        weight = min(1.0, num_new / max(1, num_elsewhere))
+        weight = min(1.0, num_new / max(1, num_elsewhere)) ** 2
         self._scale *= math.exp(weight / (_WINDOW * len(self._by_place)))
         self.table[_NEW, slot.number] += weight * num_new / size * self._scale
         if self._scale > _MAX_SCALE:
