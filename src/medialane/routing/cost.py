@@ -204,18 +204,21 @@ class PrefixEvictions:
 
     def evicted_ms(self, request: RoutingRequest, num_tokens: int) -> float:
         """Return the sum for the request's first `num_tokens`, at most the cost of computing them."""
-        return self._evicted_ms.get(_last_block(request, num_tokens), 0.0)
+        block = _last_block(request, num_tokens)
+        return self._evicted_ms.get(block, 0.0) if block is not None else 0.0
 
     def add(self, request: RoutingRequest, num_tokens: int, evicted_ms: float) -> None:
         """Add what a request has evicted because of its first `num_tokens`."""
         block = _last_block(request, num_tokens)
         if block is not None and evicted_ms > 0:
-            evicted_ms += self._evicted_ms.get(block, 0.0)
-            self._evicted_ms[block] = min(evicted_ms, num_tokens * self._token_ms)
+            before_ms = self._evicted_ms.get(block, 0.0)
+            self._evicted_ms[block] = min(before_ms + evicted_ms, num_tokens * self._token_ms)
 
     def copied(self, request: RoutingRequest, num_tokens: int) -> None:
         """Begin anew: the request's first `num_tokens` are computed by one worker more."""
-        self._evicted_ms.pop(_last_block(request, num_tokens), None)
+        block = _last_block(request, num_tokens)
+        if block is not None:
+            self._evicted_ms.pop(block, None)
 
 
 def _last_block(request: RoutingRequest, num_tokens: int) -> int | None:
