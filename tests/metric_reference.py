@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from medialane.gateway.models import up_page
 from medialane.observability import (
     Metrics,
-    StageTimeline,
+    RequestTimeline,
     exit_metrics,
     prediction_metrics,
     queue_metrics,
@@ -53,7 +53,7 @@ def _store() -> StoreStats:
 
 
 def _count_all(metrics: Metrics) -> None:
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     timeline.add("decode", 1.0)
     timeline.num_hits = 1
     metrics.observe(timeline)

@@ -172,7 +172,7 @@ class RequestTrace:
     def _step(self, step: Step, parent: SpanContext, attributes: Attributes) -> None:
         times_ns = self._ns(step.started_at), self._ns(step.started_at + step.seconds)
         context = self._tracing.child(parent)
-        self._tracing.add(f"medialane.{step.stage}", context, parent, times_ns, attributes=attributes)
+        self._tracing.add(f"medialane.{step.name}", context, parent, times_ns, attributes=attributes)
 
     def _routing(self, step: Step) -> Attributes:
         """Return the attributes of the choice of a worker, if the step is one that was used."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec.structs import replace
 
 from medialane.gateway.config import TransportChoice
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPayload, MoverChoice, PlacedFeature, PreparedPrompt, StagedItem
 from medialane.types.request import ExpandedPrompt, Prompt, SourcePrompt
@@ -46,7 +46,7 @@ class Transport(ABC):
     def reaches(self, worker: WorkerLink) -> bool:
         """Return whether entries of our arena can be sent to this worker."""
 
-    async def publish(self, payloads: Sequence[MediaPayload], _timeline: StageTimeline) -> Sequence[MediaPayload]:
+    async def publish(self, payloads: Sequence[MediaPayload], _timeline: RequestTimeline) -> Sequence[MediaPayload]:
         """Return the payloads, which have descriptors of our arena, in the form that is sent.
 
         The caller holds the entries until the worker holds them, or has the bytes. Raises HandoverFailed.
@@ -95,7 +95,7 @@ class PullTransport(Transport):
     def reaches(self, worker: WorkerLink) -> bool:
         return worker.can_pull and not worker.same_host
 
-    async def publish(self, payloads: Sequence[MediaPayload], _timeline: StageTimeline) -> Sequence[MediaPayload]:
+    async def publish(self, payloads: Sequence[MediaPayload], _timeline: RequestTimeline) -> Sequence[MediaPayload]:
         try:
             granted = await self._grants.grant(_entries(payloads))
         except StoreUnavailable as error:
@@ -119,7 +119,7 @@ class InlineTransport(Transport):
     def reaches(self, _worker: WorkerLink) -> bool:
         return True
 
-    async def publish(self, payloads: Sequence[MediaPayload], timeline: StageTimeline) -> Sequence[MediaPayload]:
+    async def publish(self, payloads: Sequence[MediaPayload], timeline: RequestTimeline) -> Sequence[MediaPayload]:
         if any(payload.embedding is not None for payload in payloads):
             raise HandoverFailed("embeddings are not sent in messages")
         total = sum(tensor.spec.nbytes for payload in payloads for tensor in payload.tensors)
@@ -185,7 +185,7 @@ async def prompt_for(
     path: TransferPath,
     token_ids: list[int],
     prepared: PreparedPrompt,
-    timeline: StageTimeline,
+    timeline: RequestTimeline,
     *,
     encoder_ms_per_token: float = 0.0,
 ) -> Prompt:
