@@ -74,7 +74,7 @@ async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     await eventually(lambda: is_idle(ours), "the worker has released", 20)
     page = await ours.metrics()
     for step in ("intake", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
-        assert page.value("medialane_stage_seconds_count", step=stage) > 0, stage
+        assert page.value("medialane_stage_seconds_count", stage=step) > 0, step
     assert page.value("medialane_cache_lookups_total", kind="feature", outcome="miss") > 0
     assert page.value("medialane_arena_bytes", kind="size") == pytest.approx(256 << 20, rel=0.01)
     assert page.value("medialane_arena_bytes", kind="cached") > 0
