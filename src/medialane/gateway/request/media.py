@@ -84,9 +84,9 @@ class RequestMedia:
 
     async def with_embeddings(self, mm_hashes: Collection[str]) -> tuple[Feature, ...]:
         items = await self.in_stage(BEST_STAGE)
-        encoded = await gather_or_cancel([self._encoded(item, mm_hashes) for item in items])
-        self._items[BEST_STAGE] = encoded
-        return tuple(item.feature for item in encoded)
+        embedded = await gather_or_cancel([self._embedded(item, mm_hashes) for item in items])
+        self._items[BEST_STAGE] = embedded
+        return tuple(item.feature for item in embedded)
 
     def note_embedded(self, mm_hashes: Collection[str]) -> None:
         for item in chain.from_iterable(self._items.values()):
@@ -98,7 +98,7 @@ class RequestMedia:
         entries = [item.feature.entry for item in chain.from_iterable(self._items.values())]
         return any(entry is not None and entry.arena != self.features.arena for entry in entries)
 
-    async def _encoded(self, item: StagedItem, mm_hashes: Collection[str]) -> StagedItem:
+    async def _embedded(self, item: StagedItem, mm_hashes: Collection[str]) -> StagedItem:
         """Return the item with its embedding, if it is one of these and is found."""
         if item.feature.embedding is not None or item.feature.mm_hash not in mm_hashes or not self.encoder:
             return item

@@ -221,10 +221,10 @@ class RequestRunner:
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
         scope.timeline.enter("encode")
         headers = None if scope.trace is None else scope.trace.headers
-        encoded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
-        if not encoded:
+        embedded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
+        if not embedded:
             return prepared
-        features = await prepared.media.with_embeddings(encoded)
+        features = await prepared.media.with_embeddings(embedded)
         placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
