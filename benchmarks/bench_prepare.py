@@ -232,8 +232,8 @@ async def _through_pool(arena: Arena, pool: PreparerPool, number: int, jpeg: byt
     reservation = arena.reserve(len(jpeg))
     reservation.buffer[:] = jpeg
     encoded = EncodedMedia("image", "", "image/jpeg", reservation.range, ENTRY_HEADER_BYTES, len(jpeg))
-    with arena.keep(reservation, encoded) as lease:
-        (await pool.prepare_item(lease, b"{}", str(number))).release()
+    with arena.keep(reservation, encoded) as pin:
+        (await pool.prepare_item(pin, b"{}", str(number))).release()
 
 
 async def _through_gateway(gateway: Gateway, _number: int, jpeg: bytes) -> None:

@@ -26,7 +26,7 @@ NUMBER = re.compile(r"\b\d+\b")
 
 class HostState(msgspec.Struct, frozen=True):
     """`processes` by command line; the `arenas` that they have mapped; how many of them have mapped one, and one whose
-    file is removed; what the store has leased and reserved. `more` is what a test adds."""
+    file is removed; what the store has pinned and reserved. `more` is what a test adds."""
 
     processes: dict[str, int]
     arenas: frozenset[Path]

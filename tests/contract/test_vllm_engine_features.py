@@ -105,12 +105,12 @@ async def test_arena_features_reach_engine_core_as_descriptors(vllm_engine, make
     arrays = [pixels(*size, seed=i) for i, size in enumerate(sizes)]
     expected = await plain_answer(vllm_engine, maker.token_ids(len(arrays)), *arrays)
     async with attached(vllm_engine) as (arena, view):
-        prompt, leases = maker.in_arena(arena, *arrays)
+        prompt, pins = maker.in_arena(arena, *arrays)
         sent = SentBytes(vllm_engine, monkeypatch)
         assert await answer(vllm_engine, prompt, views_of(prompt, view)) == expected
         assert sent.total < 100_000 < sum(f.tensors[0].spec.nbytes for f in prompt.features)
-        for lease in leases:
-            lease.release()
+        for pin in pins:
+            pin.release()
 
 
 async def test_inline_features_give_vllms_output(vllm_engine, maker):
@@ -225,7 +225,7 @@ def _moved(prompt, **changes):
 
 async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engine, maker):
     async with attached(vllm_engine) as (arena, view):
-        good, leases = maker.in_arena(arena, pixels(300, 300, 11))
+        good, pins = maker.in_arena(arena, pixels(300, 300, 11))
         expected = await answer(vllm_engine, good, views_of(good, view))
         (tensor,) = good.features[0].tensors
         stale = msgspec.structs.replace(tensor, range=msgspec.structs.replace(tensor.range, generation=10**9))
@@ -239,19 +239,19 @@ async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engin
         assert await innocent == undisturbed
         repaired = with_feature(good, mm_hash="b" * 64)
         assert await answer(vllm_engine, repaired, views_of(good, view)) == expected
-        for lease in (*leases, *more_leases):
-            lease.release()
+        for pin in (*pins, *more_leases):
+            pin.release()
 
 
 async def test_features_of_an_unattached_arena_are_copied(vllm_engine, maker):
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
     try:
         assert not await vllm_engine.attach_arena(arena.id, b"another nonce...")
-        prompt, leases = maker.in_arena(arena, pixels(200, 200, 12))
+        prompt, pins = maker.in_arena(arena, pixels(200, 200, 12))
         tensors = views_of(prompt, arena.view)
         expected = await plain_answer(vllm_engine, maker.token_ids(1), pixels(200, 200, 12))
         assert await answer(vllm_engine, prompt, tensors) == expected
-        leases[0].release()
+        pins[0].release()
         del tensors
     finally:
         arena.close()
@@ -261,11 +261,11 @@ async def test_engine_core_unmaps_a_detached_arena(vllm_engine, maker):
     """Its gateway was killed and the next one has unlinked the file: pages that no process maps are freed."""
     free_before = _free_bytes()
     async with attached(vllm_engine, 128 << 20) as (arena, view):
-        prompt, leases = maker.in_arena(arena, pixels(640, 480, 21))
+        prompt, pins = maker.in_arena(arena, pixels(640, 480, 21))
         expected = await answer(vllm_engine, prompt, views_of(prompt, view))
         arena.view.memory[-(64 << 20) :] = bytes(64 << 20)  # pages to be freed
-        for lease in leases:
-            lease.release()
+        for pin in pins:
+            pin.release()
     assert arena.id in _mapped_by_children()
     assert _free_bytes() < free_before - (60 << 20)
     await vllm_engine.detach_arena(arena.id)

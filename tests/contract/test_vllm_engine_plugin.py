@@ -63,9 +63,9 @@ def entry(arena):
     (descriptor,) = describe(reservation.range, [SPEC])
     values = torch.arange(5000, dtype=torch.float32)
     arena.view.tensor(descriptor, writable=True)[:] = values.numpy().tobytes()
-    lease = arena.publish(reservation, "key", Feature("image", "key", b"", (descriptor,), MediaSize()))
+    pin = arena.publish(reservation, "key", Feature("image", "key", b"", (descriptor,), MediaSize()))
     yield descriptor
-    lease.release()
+    pin.release()
 
 
 @pytest.fixture

@@ -139,8 +139,8 @@ async def test_idle_hosts_hold_nothing(starting_hosts, gateways, far_store):
     async def is_idle() -> bool:
         near = [await client.metrics() for client in gateways.values()]
         far = (await stats_of(far_store)).arena
-        leases = [far.num_leases, far.num_reservations, *(page.value("medialane_arena_leases") for page in near)]
-        return not any(leases) and not any(page.value("medialane_worker_in_flight") for page in near)
+        pins = [far.num_leases, far.num_reservations, *(page.value("medialane_arena_leases") for page in near)]
+        return not any(pins) and not any(page.value("medialane_worker_in_flight") for page in near)
 
     await eventually(is_idle, "the last worker has released", 10)
 

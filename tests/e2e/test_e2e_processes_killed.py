@@ -81,7 +81,7 @@ async def _as_before(serve, ours, store):
 
 
 async def holds(store: StoreLink, number: int) -> bool:
-    """Whether the store has granted this number of leases, by its own count: two for an image that a worker reads."""
+    """Whether the store has granted this number of pins, by its own count: two for an image that a worker reads."""
     return (await stats_of(store)).arena.num_leases == number
 
 

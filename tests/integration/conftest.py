@@ -17,7 +17,7 @@ from poison import poison_freed
 
 @pytest.fixture
 def arena(monkeypatch):
-    """What it frees is overwritten. A test that leaves a lease or a reservation fails."""
+    """What it frees is overwritten. A test that leaves a pin or a reservation fails."""
     poison_freed(monkeypatch)
     with checked_arena(32 * MIB) as arena:
         yield arena

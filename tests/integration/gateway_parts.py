@@ -312,7 +312,7 @@ class Parts:
 
     @property
     def num_held(self) -> int:
-        """Number of leases on entries of the arena."""
+        """Number of pins on entries of the arena."""
         return self.arena.stats().num_leases
 
     def count(self, name: str, **labels: str) -> float:

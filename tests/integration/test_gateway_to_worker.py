@@ -323,7 +323,7 @@ async def test_bookkeeping_failure_after_sending_aborts_the_request(arena, prepa
         await eventually(lambda: parts.num_held == 0, timeout_s=2)
 
 
-async def test_client_disconnect_during_preparation_leaves_no_lease(arena, preparers, worker):
+async def test_client_disconnect_during_preparation_leaves_no_pin(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one():
@@ -415,7 +415,7 @@ async def test_closing_the_links_closes_the_connections(arena, preparers, worker
     assert link.client is None
 
 
-async def test_unserialisable_request_leaves_no_lease(arena, preparers, worker):
+async def test_unserialisable_request_leaves_no_pin(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png()))

@@ -33,14 +33,14 @@ def pytest_asyncio_loop_factories(config, item):
 
 @pytest.fixture
 def stored(arena):
-    """A tensor in the arena, and the lease that pins it."""
+    """A tensor in the arena, and the pin that pins it."""
     reservation = arena.reserve(NUM_BYTES)
     np.frombuffer(reservation.buffer, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, NUM_BYTES, np.uint8)
     spec = TensorSpec("uint8", (NUM_BYTES,))
-    lease = arena.keep(reservation, None)
-    (tensor,) = describe(lease.range, (spec,))
+    pin = arena.keep(reservation, None)
+    (tensor,) = describe(pin.range, (spec,))
     yield tensor
-    lease.release()
+    pin.release()
 
 
 @asynccontextmanager

@@ -217,8 +217,8 @@ async def test_embeddings_and_images_are_not_interchangeable(arena, preparers, w
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, embeds(uuid="u"))
         ((_, ((document,),)),) = seen
-        with arena.lookup(content_hash(document), "encoded") as lease:
-            assert lease.value.media_type == EMBEDS_TYPE
+        with arena.lookup(content_hash(document), "encoded") as pin:
+            assert pin.value.media_type == EMBEDS_TYPE
         with pytest.raises(InvalidImage):
             await ask(parts, image(document))
         with pytest.raises(UnknownMediaUuid):

@@ -112,9 +112,9 @@ class EntryTable(Generic[V]):
         self._kind_bytes = dict.fromkeys(KINDS, 0)
         self._max_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
         self._writing_bytes = self._pinned_bytes = 0
-        self._num_reservations = self._num_leases = 0
+        self._num_reservations = self._num_pins = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
-        #: Set to record who takes leases and reservations.
+        #: Set to record who takes pins and reservations.
         self.log: HoldLog | None = None
 
     @property
@@ -262,14 +262,14 @@ class EntryTable(Generic[V]):
             self._idle[entry.kind].pop(self._offset(entry), None)
             self._unclaimed.pop(entry.range.generation, None)
         entry.pins += 1
-        self._num_leases += 1
+        self._num_pins += 1
 
     def unpin(self, entry: Entry) -> None:
         """End one pin. Raises RuntimeError if there is none."""
         if entry.pins == 0:
             raise RuntimeError(f"entry {entry.range} is not pinned")
         entry.pins -= 1
-        self._num_leases -= 1
+        self._num_pins -= 1
         if entry.pins:
             return
         del self._held[entry.range.generation]
@@ -320,7 +320,7 @@ class EntryTable(Generic[V]):
             embedded_bytes=self._kind_bytes["embedded"],
             num_reservations=self._num_reservations,
             num_entries=self._num_entries - self._num_reservations,
-            num_leases=self._num_leases,
+            num_leases=self._num_pins,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_evictions=self._num_evictions,
@@ -411,7 +411,7 @@ class EntryTable(Generic[V]):
 
 
 class HoldLog:
-    """One per arena, for leases and reservations from their construction to their end."""
+    """One per arena, for pins and reservations from their construction to their end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

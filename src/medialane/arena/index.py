@@ -33,8 +33,8 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.arena.entries import KINDS, Entry, State
+from medialane.arena.handles import Cached
 from medialane.arena.layout import ENTRY_HEADER_BYTES, GENERATION_WORD, PAGE_BYTES, is_valid, is_well_formed
-from medialane.arena.lease import Cached
 from medialane.arena.view import ArenaView
 from medialane.types.feature import EntryKind, Feature
 from medialane.types.media import EncodedMedia

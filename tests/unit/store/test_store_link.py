@@ -143,7 +143,7 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
     item = await asyncio.wait_for(features.processed(sent, b"{}", RequestTimeline(), budget), 5)
     assert gateway.link.num_pieces > len(data) // (512 << 10), "all of them after the first"
     assert gateway.cable.num_made == 2
-    with world.arena.lookup(content_hash(data)) as lease:
-        start = lease.range.offset + 64
+    with world.arena.lookup(content_hash(data)) as pin:
+        start = pin.range.offset + 64
         assert bytes(world.arena.view.memory[start : start + len(data)]) == data
     item.hold.release()

@@ -77,9 +77,9 @@ async def pulled(source, config, key: str) -> None:
     """Copy a new entry to a new host, over a new connection."""
     destination = Host(config)
     with source.store(key) as stored:
-        (lease,) = await destination.pulls.pull([source.grant(stored)])
-        assert destination.payload(lease) == source.payload(stored)
-        lease.release()
+        (pin,) = await destination.pulls.pull([source.grant(stored)])
+        assert destination.payload(pin) == source.payload(stored)
+        pin.release()
     source.arena.evict(key)
     await destination.close()
 
