@@ -16,7 +16,7 @@ from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.types.media import AudioSamples
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.items import VllmProcessor
@@ -75,7 +75,7 @@ def features_prompt(renderer, processed, decoder):
 def source_prompt(stage, decoder):
     size = AudioSamples(SAMPLES, RATE).size
     item = MediaPayload("audio", MM_HASH, b"", (), size, media_type="audio/wav" if stage == "url" else None)
-    return SourcePrompt(decoder, (item,), stage=stage, encoder_token_ids=[])
+    return UnexpandedPrompt(decoder, (item,), stage=stage, encoder_token_ids=[])
 
 
 def sent(stage, renderer, decoder, processed):

@@ -16,7 +16,7 @@ from fake_engine import FakeEngine, FakeParams
 from medialane.types.admin import PauseGeneration, ResumeGeneration
 from medialane.types.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected
 from medialane.types.feature import PlaceholderRange
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from waiting import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -147,7 +147,7 @@ async def test_source_prompt_generates_output(case, maker):
 def source_prompt(maker):
     file = io.BytesIO()
     PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
-    return SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
+    return UnexpandedPrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
 
 
 @pytest.mark.parametrize("kind", ["text", "features", "source"])

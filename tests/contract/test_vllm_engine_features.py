@@ -25,7 +25,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPayload
 from medialane.types.media import MediaSize
-from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.engine import engine as engine_module
 from medialane.vllm_bridge.items import decode_item, encode_item
@@ -128,7 +128,7 @@ async def test_source_prompt_gives_vllms_output(vllm_engine, maker):
 def source(maker, array, mm_hash):
     file = io.BytesIO()
     PILImage.fromarray(array).save(file, "PNG")
-    return SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), mm_hash),))
+    return UnexpandedPrompt(maker.token_ids(1), (encoded_item(file.getvalue(), mm_hash),))
 
 
 async def test_stages_share_the_prefix_cache_by_the_hash(vllm_engine, maker):
@@ -155,7 +155,7 @@ async def test_source_with_options_keeps_its_hash(vllm_engine, maker):
 async def test_undecodable_source_is_a_client_error(vllm_engine, maker):
     for data in (b"no image", b"\x89PNG\r\n\x1a\n"):
         with pytest.raises(InvalidImage):
-            await answer(vllm_engine, SourcePrompt(maker.token_ids(1), (encoded_item(data, "a" * 64),)))
+            await answer(vllm_engine, UnexpandedPrompt(maker.token_ids(1), (encoded_item(data, "a" * 64),)))
 
 
 async def test_decoded_source_gives_vllms_output(vllm_engine, maker):
@@ -177,7 +177,7 @@ def decoded(maker, array):
     height, width, _ = array.shape
     tensor = InlineTensor(TensorSpec("uint8", array.shape), array.tobytes())
     item = MediaPayload("image", "d" * 64, b"", (tensor,), MediaSize(width, height))
-    return SourcePrompt(maker.token_ids(1), (item,), stage="decoded")
+    return UnexpandedPrompt(maker.token_ids(1), (item,), stage="decoded")
 
 
 async def test_source_without_its_placeholder_or_with_too_many_items_is_rejected(vllm_engine, maker):

@@ -61,7 +61,7 @@ async def origin():
 async def source_of(arena, preparers=None, **limits):
     media = MediaConfig(**LOCAL, **limits)
     async with fetching(arena, media) as fetcher, HostStore(arena, preparers, fetcher, media=media) as store:
-        yield store.features
+        yield store.store_items
 
 
 async def in_pieces(writer: asyncio.StreamWriter, body: bytes, piece: int = 64 * 1024) -> None:

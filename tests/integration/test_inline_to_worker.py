@@ -16,7 +16,7 @@ from medialane.arena import describe
 from medialane.gateway.workers import RpcClient
 from medialane.types.errors import WorkerLost
 from medialane.types.feature import MediaPayload, PlaceholderRange
-from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.wire import Hello, RpcConfig
 
@@ -84,7 +84,7 @@ def inline_request(arena, stored):
     handed = by_value(arena, stored)
     wanted = request("r", [1], max_tokens=1)
     item = MediaPayload("image", "h", b"", (handed,))
-    return type(wanted)("r", SourcePrompt([1], (item,)), wanted.sampling_params)
+    return type(wanted)("r", UnexpandedPrompt([1], (item,)), wanted.sampling_params)
 
 
 async def test_sending_a_large_tensor_does_not_block_the_event_loop(arena, stored):
@@ -136,6 +136,6 @@ async def test_expanded_and_source_prompts_with_inline_features_give_equal_outpu
         item = MediaPayload("image", "h", b"", (handed,), placeholder=PlaceholderRange(1, 1))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)
         one = [delta async for delta in client.requests.submit(sent)]
-        other = type(wanted)("s", SourcePrompt([1, 2], (item,)), wanted.sampling_params)
+        other = type(wanted)("s", UnexpandedPrompt([1, 2], (item,)), wanted.sampling_params)
         assert [d.completions for d in one] == [[*d.completions] async for d in client.requests.submit(other)]
         assert worker.engine.num_reading == 0

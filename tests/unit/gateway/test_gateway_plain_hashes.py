@@ -33,7 +33,7 @@ NAMED = MediaRef("image", "c", alias=Alias("the client's name", "image"))
 
 
 class Features:
-    """Stands for `StoreFeatures`, with the encoded content of URLs and decoded images in an arena."""
+    """Stands for `StoreItems`, with the encoded content of URLs and decoded images in an arena."""
 
     def __init__(self, arena):
         self.arena = arena

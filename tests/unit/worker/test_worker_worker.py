@@ -22,7 +22,7 @@ from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeat
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.types.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.types.media import MediaSize
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import ArenaOffer, InlineTensor, TensorSpec
 from medialane.wire import Hello
 from medialane.worker import Worker, WorkerConfig
@@ -215,9 +215,9 @@ async def test_source_prompt_items_are_read_like_features(arena, host, sharing):
     await shared(sharing, host, arena)
     tensor, pin = put(arena, b"abcdef")
     item = MediaPayload("image", "h", b"", (tensor,))
-    by_descriptor = EngineRequest("r", SourcePrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
+    by_descriptor = EngineRequest("r", UnexpandedPrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
     by_value = msgspec.structs.replace(item, tensors=(InlineTensor(tensor.spec, b"abcdef"),))
-    expected = msgspec.structs.replace(by_descriptor, prompt=SourcePrompt([1, 2], (by_value,)))
+    expected = msgspec.structs.replace(by_descriptor, prompt=UnexpandedPrompt([1, 2], (by_value,)))
     assert await answer(sharing, by_descriptor) == await answer(sharing, expected)
     pin.release()
 

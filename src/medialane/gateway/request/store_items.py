@@ -90,7 +90,7 @@ class _Wanted(NamedTuple):
 _Key = tuple[str, str, bool, bool, bytes, bytes, str, str, _Wanted]
 
 
-class StoreFeatures:
+class StoreItems:
     """Finds or makes media items. The caller owns every hold that is returned.
 
     All raise MedialaneError with the request field of the reference: StoreUnavailable if the store is not connected.
