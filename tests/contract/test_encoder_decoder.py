@@ -39,7 +39,7 @@ def reader(renderer):
     llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config)
     found = RequestReader(llm, ModelProfile(renderer.get_mm_processor()), set(), None)
     yield found
-    found.sources.close()
+    found.renderer.close()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def features_prompt(renderer, processed, decoder):
     return ExpandedPrompt(decoder, (payload,), encoder_token_ids=assembled.encoder_token_ids)
 
 
-def source_prompt(stage, decoder):
+def unexpanded_prompt(stage, decoder):
     size = AudioSamples(SAMPLES, RATE).size
     item = MediaPayload("audio", MM_HASH, b"", (), size, media_type="audio/wav" if stage == "url" else None)
     return UnexpandedPrompt(decoder, (item,), stage=stage, encoder_token_ids=[])
@@ -83,7 +83,7 @@ def sent(stage, renderer, decoder, processed):
     if stage == "features":
         return features_prompt(renderer, processed, decoder), processed.buffers
     data = wave_bytes(SAMPLES, RATE) if stage == "url" else SAMPLES.tobytes()
-    return source_prompt(stage, decoder), [memoryview(data)]
+    return unexpanded_prompt(stage, decoder), [memoryview(data)]
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])

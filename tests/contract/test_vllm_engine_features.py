@@ -119,7 +119,7 @@ async def test_inline_features_give_vllms_output(vllm_engine, maker):
     assert await answer(vllm_engine, maker.inline(*arrays)) == expected
 
 
-async def test_source_prompt_gives_vllms_output(vllm_engine, maker):
+async def test_unexpanded_prompt_gives_vllms_output(vllm_engine, maker):
     array = pixels(400, 300, 7)
     expected = await plain_answer(vllm_engine, maker.token_ids(1), array)
     assert await answer(vllm_engine, source(maker, array, "7" * 64)) == expected

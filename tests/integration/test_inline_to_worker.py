@@ -129,7 +129,7 @@ async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
         wanted.prompt.media[0].tensors[0].data.release()  # raises BufferError while a piece of it is exported
 
 
-async def test_expanded_and_source_prompts_with_inline_features_give_equal_outputs(arena, stored):
+async def test_expanded_and_unexpanded_prompts_with_inline_features_give_equal_outputs(arena, stored):
     async with connected(arena) as (worker, client):
         handed = by_value(arena, stored)
         wanted = request("r", [1, 2], max_tokens=1)

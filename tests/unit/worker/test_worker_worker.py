@@ -211,7 +211,7 @@ async def test_inline_and_descriptor_features_give_the_same_output(arena, host, 
     pin.release()
 
 
-async def test_source_prompt_items_are_read_like_features(arena, host, sharing):
+async def test_unexpanded_prompt_items_are_read_like_features(arena, host, sharing):
     await shared(sharing, host, arena)
     tensor, pin = put(arena, b"abcdef")
     item = MediaPayload("image", "h", b"", (tensor,))
