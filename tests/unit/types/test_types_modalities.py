@@ -40,7 +40,7 @@ ABOUT_ONE_MODALITY = {
     "cli/serve.py": "the example of a request",
     "tools/check/kinds/pooling.py": "cases of images and videos",
     "tools/check/kinds/speech.py": "speech",
-    "gateway/request/gateway.py": "publishing decoded images",
+    "gateway/request/app_backend.py": "publishing decoded images",
     "gateway/intake/extraction.py": "uploads of speech",
     "gateway/intake/places.py": "vLLM's list of JPEG frames",
     "gateway/intake/sent_features.py": "what one family calls an image",
