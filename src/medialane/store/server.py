@@ -25,7 +25,6 @@ from medialane.store.messages import (
     PROTOCOL_VERSION,
     AliasResolved,
     AskLease,
-    Call,
     CallFailed,
     Cancel,
     DescribeItem,
@@ -60,6 +59,7 @@ from medialane.store.messages import (
     Reply,
     ResolveAlias,
     SendData,
+    StoreCall,
     StoreHello,
     StorePing,
     StoreRefused,
@@ -325,7 +325,7 @@ class StoreSession:
             return
         if not self.is_registered:
             raise ProtocolViolation(f"unexpected {type(message).__name__}")
-        if isinstance(message, Call):
+        if isinstance(message, StoreCall):
             self._start(message)
         else:
             self._act(message)
@@ -386,7 +386,7 @@ class StoreSession:
         self.connection.send(self._server.status())
         self.connection.start_heartbeat()
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: StoreCall) -> None:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, ClientSlot, FillWriter, Lineage, describe, layout, reap
-from medialane.arena.index import SLOT_BYTES, index_bytes
+from medialane.arena.index import ROW_BYTES, index_bytes
 from medialane.arena.layout import COMPLETED_WORD, GENERATION_WORD
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import ArenaFull, HandoverFailed
@@ -263,7 +263,7 @@ def test_arena_full_of_tiny_entries_is_taken_over_after_kill_9(shm):
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         num_entries, newest = map(int, process.stdout.readline().split())
         process.kill()
-    assert num_entries == index_bytes(size_bytes) // SLOT_BYTES - 2
+    assert num_entries == index_bytes(size_bytes) // ROW_BYTES - 2
     later = Arena.open(ArenaConfig(size_bytes=size_bytes, directory=shm), lineage=full_owner.LINEAGE)
     assert later.was_adopted
     settle(later)
@@ -281,7 +281,7 @@ def test_arena_full_of_tiny_entries_is_taken_over_after_kill_9(shm):
 def test_tiny_entries_that_are_held_leave_no_place(arena):
     pins = []
     with pytest.raises(ArenaFull):
-        pins.extend(write(arena, f"{index}", 10) for index in range(index_bytes(16 * PART) // SLOT_BYTES))
+        pins.extend(write(arena, f"{index}", 10) for index in range(index_bytes(16 * PART) // ROW_BYTES))
     free_bytes = arena.stats().free_bytes
     with pytest.raises(ArenaFull):
         arena.reserve(10)
@@ -440,7 +440,7 @@ def test_owner_may_be_killed_at_any_moment(arena, config, shm, act):
 def damaged_bytes(arena, ranges):
     """Offsets of what the next owner reads: file header, index, headers and records of entries."""
     index = arena.view.size_bytes
-    offsets = [*range(128), *range(index, index + SLOT_BYTES * (len(ranges) + 2))]
+    offsets = [*range(128), *range(index, index + ROW_BYTES * (len(ranges) + 2))]
     for range_ in ranges:
         end = range_.offset + (range_.nbytes + 63) // 64 * 64
         offsets += [*range(range_.offset, range_.offset + 32), *range(end, end + 256)]
