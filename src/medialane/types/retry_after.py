@@ -67,7 +67,7 @@ class Permits:
             self._mean_s = taken_s if self._mean_s is None else self._mean_s + _NEWEST * (taken_s - self._mean_s)
 
     def withdraw(self, key: Hashable) -> None:
-        """Note that `key` was refused the permit after all: how long it had it says nothing about others. Idempotent."""
+        """Note that `key` was refused after all: how long it had its permit says nothing about others. Idempotent."""
         self._taken.pop(key, None)
 
     @property
