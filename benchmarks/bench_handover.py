@@ -153,7 +153,7 @@ async def _measure(
 
 
 def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, AppBackend]:
-    """The gateway with its own components, except those that create features."""
+    """The gateway with its own components, except what creates features."""
     metrics = Metrics(CollectorRegistry())
     link = WorkerLink(
         addresses.worker,

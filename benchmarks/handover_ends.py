@@ -90,7 +90,7 @@ CARD = ModelCard(model="none", max_model_len=8192, block_size=16, processor={"mo
 #: The hand-over path of a request without features: the cost of vLLM's hop alone.
 NO_FEATURE = "no feature"
 
-#: Prefix of the ids of requests of which EngineCore reads every byte.
+#: Prefix of the ids of requests whose every byte EngineCore reads.
 READ_WHOLE = "whole"
 
 _LIBC = ctypes.CDLL(None)

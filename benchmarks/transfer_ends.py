@@ -33,7 +33,7 @@ _REQUEST = struct.Struct("<QQ")
 
 
 class Source(msgspec.Struct):
-    """`pids` are those of the store and of its NIXL mover process."""
+    """`pids` are of the store and of its NIXL mover process."""
 
     pids: list[int]
     raw: tuple[str, int]
@@ -50,7 +50,7 @@ class Task(msgspec.Struct):
 
 class Copied(msgspec.Struct):
     """Wall and CPU times in seconds by mode, one per round; whether a second pull of the host was served by the first,
-    and the bytes were those of the source."""
+    and the bytes equalled the source's."""
 
     wall_s: dict[str, list[float]]
     destination_cpu_s: dict[str, float]

@@ -39,7 +39,7 @@ class HostState(msgspec.Struct, frozen=True):
     more: tuple[object, ...] = ()
 
     def equals(self, other: HostState) -> bool:
-        """Return whether the states differ at most in the arenas of which they count the users."""
+        """Return whether the states differ at most in the arenas whose users they count."""
         return self == msgspec.structs.replace(other, arenas=self.arenas)
 
 

@@ -208,7 +208,7 @@ async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, 
 
 
 async def test_width_of_embeddings_is_the_encoders(embeds_renderer):
-    """Those of Qwen3-VL are wider than the language model."""
+    """Qwen3-VL's embeddings are wider than the language model."""
     wide = AcceptedEmbeds(fields=[UNNAMED], width=256, fault="")
     reader = EmbedsReader(ModelProfile(embeds_renderer.get_mm_processor()), wide)
     found = reader.read("image", decode_embeds(handed(saved(values(6, 256))).tensors[0].data))

@@ -50,7 +50,7 @@ class Answers:
         return choices, expanded or prompt.token_ids
 
     async def continued(self, prompt, params, whole, at, expanded):
-        """The outputs of the choice of `whole`, of which the first `at` were delivered. It goes on in the engine."""
+        """The outputs of the choice of `whole`, whose first `at` were delivered. It goes on in the engine."""
         delivered = whole[:at]
         token_ids = tokens(delivered)
         answer = ContinuableAnswer(self._common, MsgpackDecoder(SamplingParams).decode(params), expanded)

@@ -41,7 +41,7 @@ def _are_closed_at_the_end(starting_hosts):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def gateways(starting_hosts, plain_vllm):
-    """A client for each of PATHS, in place of those of one host."""
+    """A client for each of PATHS, in place of one host's clients."""
     return await starting_hosts.ready()
 
 
@@ -65,7 +65,7 @@ def seed(way):
 
 @pytest_asyncio.fixture
 async def routed(gateways, way, plain, far_store):
-    """Its outputs equal those of plain vLLM, and its media travel by no other path."""
+    """Its outputs equal plain vLLM's, and its media travel by no other path."""
     client, before = gateways[way], await num_pulls(far_store)
     yield RoutedAnswer(client, plain)
     assert (await num_pulls(far_store) - before).keys() <= {PATHS[way][0]}

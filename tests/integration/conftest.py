@@ -51,8 +51,8 @@ async def worker(arena):
 
 @pytest.fixture
 async def open_parts(arena, preparers):
-    """Opens a gateway with some workers, which `worker` describes; `parts` are those of the gateway that differ, other
-    settings its own."""
+    """Opens a gateway with some workers, which `worker` describes; `parts` are its parts that differ, other settings
+    its own."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
 

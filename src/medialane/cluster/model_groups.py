@@ -84,7 +84,7 @@ def group_of(table: ModelTable, vllm_args: Sequence[str]) -> ModelGroup:
         raise StartupFailed(f"{where}: model must be a folder, or a name on a model hub")
     words = with_config_file(_words(flags, f"{where}: flags"))
     if take_secrets(words)[1]:
-        raise StartupFailed(f"{where}: flags: keys and tokens are those of all models: set them in the environment")
+        raise StartupFailed(f"{where}: flags: keys and tokens are shared by all models: set them in the environment")
     if tls := next((flag for flag in (*TLS_FLAGS, _NOT_FOR_ROUTER) if has_flag(words, flag)), None):
         raise StartupFailed(f"{where}: flags: {tls} is for all models: give it after `--`")
     args = [*without_flags(vllm_args, TLS_FLAGS), *words]

@@ -184,8 +184,8 @@ def allowed_environ(role: RoleName, environ: Mapping[str, str], pass_env: Sequen
 
 
 def changed_imports(environ: Mapping[str, str], warm: Mapping[str, str]) -> list[str]:
-    """Return the variables because of which a process with `environ` may not be a fork of one with the environment
-    `warm`: what was imported there may depend on them."""
+    """Return the variables for which a process with `environ` may not be a fork of one with the environment `warm`:
+    what was imported there may depend on them."""
     role = ROLES["warm"]
     differing = {name for name in environ.keys() | warm.keys() if environ.get(name) != warm.get(name)}
     return sorted(

@@ -131,7 +131,7 @@ class StoreServer:
         self._processor = processor
         self._status = status
         self._sessions: dict[StoreSession, None] = {}
-        #: Those that are registered, by the client's id, the one that has connected first at first.
+        #: Registered clients by their id, in the order in which they have connected.
         self._clients: dict[str, StoreSession] = {}
         self.absent = AbsentClients(arena)
         self._on_damaged = on_damaged

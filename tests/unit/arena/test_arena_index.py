@@ -86,7 +86,7 @@ def test_entry_that_changes_is_there_at_every_moment(data, later):
 
 
 def test_reader_may_be_killed_at_every_moment(data):
-    """Two slots of one entry, of which the next owner erases one: it is killed, too, and another one reads."""
+    """Two rows of one entry. The next owner erases one: it is killed, too, and another one reads."""
     index = over(data)
     index.load()
     index.put(entry(4, State.WRITING))

@@ -100,7 +100,7 @@ def test_names_are_those_of_the_table_unless_the_flags_say_otherwise(load):
         ("[models.a]\nworkers = -1", r"models\.a: "),
         ("[models.a]\nmodel = 3", "models.a: model must be a folder"),
         ("[models.a]\nflags = {}", "models.a: flags must be a list of words"),
-        ("[models.a]\nflags = '--api-key x'", "keys and tokens are those of all models"),
+        ("[models.a]\nflags = '--api-key x'", "keys and tokens are shared by all models"),
         ("[models.a]\nflags = '--ssl-keyfile x'", "--ssl-keyfile is for all models: give it after `--`"),
         ("models = 3", r"must have a table for each model: \[models\.NAME\]"),
         ("[models]\na = 3", r"must have a table for each model"),

@@ -104,7 +104,7 @@ EMBEDDING = Embedding("key", describe(ArenaRange("a", 0, 128, 1), (TensorSpec("u
 
 
 class Encoded(Source):
-    """A source whose items have hashes of their own, of which some are found encoded the second time."""
+    """A source whose items have hashes of their own; of some an embedding is found the second time."""
 
     def __init__(self, arena, encoded):
         super().__init__(arena)

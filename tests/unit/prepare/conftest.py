@@ -18,8 +18,8 @@ from medialane.types.media import EncodedMedia
 
 
 class InterferedArena(Arena):
-    """Calls those of `reserving` once each, from the last to the first, with what reserves the next range; and raises
-    those of `publish_errors` when entries are to be published."""
+    """Calls each of `reserving` once, from the last to the first, with what reserves the next range; and raises
+    `publish_errors` when entries are to be published."""
 
     def __init__(self, *file: object, **settings: object) -> None:
         super().__init__(*file, **settings)

@@ -43,7 +43,7 @@ def forkserver_of(pid: int) -> int:
 
 
 def children() -> set[int]:
-    """Processes of which this one is the parent."""
+    """Child processes of this one."""
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 

@@ -1,4 +1,4 @@
-"""Fork servers that are forked with a processor that was built before, and those that are exec'ed instead."""
+"""Fork servers that are forked with a processor that was built before, and ones that are exec'ed instead."""
 
 import asyncio
 import os

@@ -25,7 +25,7 @@ NUM_HOSTILE = 1000
 TIMEOUT_S = 2.5
 
 
-#: What hostile peers send at once. Those that send nothing, or too little, stay until they are aborted.
+#: What hostile peers send at once. Peers that send nothing, or too little, stay until they are aborted.
 GARBAGE = [
     b"",
     os.urandom(200),
@@ -53,7 +53,7 @@ async def source(config):
 
 
 class Flood:
-    """Hostile connections, of which each sends garbage, and then a byte now and then."""
+    """Hostile connections, each of which sends garbage, and then a byte now and then."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -26,7 +26,7 @@ TABLES = {
     "prepare/job_run.py": "the errors with which a preparer may refuse an item",
     "gateway/intake/search.py": "its members of bodies and content parts",
     "gateway/http/media_endpoint.py": "what a client is told of media that it has sent once",
-    "tools/check/media.py": "items that `medialane check` sends, and of which `--tensors` compares the tensors",
+    "tools/check/media.py": "items that `medialane check` sends, and whose tensors `--tensors` compares",
     "tools/check/kinds/chat.py": "cases of `medialane check`",
     "tools/check/kinds/pooling.py": "cases of `medialane check`",
     "vllm_bridge/engine/unexpanded_prompt.py": "vLLM's loader, for stage url",

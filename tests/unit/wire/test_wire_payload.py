@@ -41,7 +41,7 @@ from medialane.wire import (
 )
 from waiting import eventually
 
-#: Tensors are sent in pieces, of which so many are written at once.
+#: Tensors are sent in pieces; so many are written at once.
 PIECE_BYTES, PIECES_AT_ONCE = 64 * 1024, 4
 MIB = 1 << 20
 HOUR_S = 3600.0
