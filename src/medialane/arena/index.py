@@ -102,7 +102,7 @@ class Index:
         self._num_used = 1  # rows from here on were never used
         self._num_rows = words.nbytes // ROW_BYTES
         self._ceiling = 0
-        #: The first row is none of an entry, and another one must be free while an entry is replaced.
+        #: The first row belongs to no entry, and another one must be free while an entry is replaced.
         self.max_entries = self._num_rows - 2
 
     def use_generation(self, generation: int) -> None:
