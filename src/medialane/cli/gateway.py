@@ -59,7 +59,7 @@ from medialane.gateway import (
     no_others,
 )
 from medialane.gateway.intake import warm_up
-from medialane.gateway.workers.join_server import JoinServer
+from medialane.gateway.workers.pool import JoinServer
 from medialane.observability.collectors import (
     Memory,
     exit_metrics,

@@ -5,7 +5,6 @@ from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
-from medialane.gateway.http.health import Health, health_of
 from medialane.gateway.http.media_endpoint import MediaEndpoint
 from medialane.gateway.http.metrics import (
     SCRAPE_TIMEOUT_S,
@@ -17,7 +16,7 @@ from medialane.gateway.http.metrics import (
 from medialane.gateway.http.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bounds
 from medialane.gateway.intake import ExtractedMedia
-from medialane.gateway.intake.references import References
+from medialane.gateway.intake.places import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
 from medialane.gateway.operators import OperatorEndpoints
 from medialane.gateway.records import (
@@ -48,7 +47,7 @@ from medialane.gateway.request.transfer_paths import (
     Transports,
 )
 from medialane.gateway.workers.link import WorkerLink
-from medialane.gateway.workers.pool import WorkerPool
+from medialane.gateway.workers.pool import Health, WorkerPool, health_of
 
 __all__ = [
     "MAX_HEADERS",

@@ -35,7 +35,7 @@ from medialane.wire.protocol import (
     ReportRequest,
     ResyncBlocks,
 )
-from medialane.worker.handler import Handler
+from medialane.worker.requests import Handler
 
 #: Changes of load within this time are reported together.
 LOAD_REPORT_DELAY_S = 0.02

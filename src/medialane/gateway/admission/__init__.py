@@ -11,8 +11,7 @@ from medialane.gateway.admission.queues import (
     Queues,
     Ticket,
 )
-from medialane.gateway.admission.shared_counts import SharedCounts
-from medialane.gateway.admission.tenants import Admission, Tenant, TenantLimits, Tenants
+from medialane.gateway.admission.tenants import Admission, SharedCounts, Tenant, TenantLimits, Tenants
 
 __all__ = [
     "Admission",

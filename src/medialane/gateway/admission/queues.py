@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
 from medialane.gateway.admission.flow import Arrival, Flow, Refusal, Resource
-from medialane.gateway.admission.shared_counts import (
+from medialane.gateway.admission.tenants import (
     PREPARED,
     PREPARING,
     QUEUED_BYTES,

@@ -21,7 +21,6 @@ from urllib.parse import quote
 import msgspec
 
 from medialane.gateway.http.access import FILE_PATH, PAGE_PATH, REQUEST_PATH, REQUESTS_PATH, STATE_PATH
-from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, decoded, no_others
 from medialane.gateway.http.responses import JSON, NO_STORE, header, query_fields, send_response
 from medialane.gateway.operators.state import (
@@ -33,7 +32,7 @@ from medialane.gateway.operators.state import (
     whole_state,
 )
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
-from medialane.gateway.workers.pool import WorkerPool
+from medialane.gateway.workers.pool import Health, WorkerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
 from medialane.types.errors import InvalidRequest, NotFound

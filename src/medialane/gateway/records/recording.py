@@ -36,7 +36,7 @@ from python_multipart.exceptions import FormParserError
 
 from medialane.gateway.config import RecordingConfig
 from medialane.gateway.intake import form_fields, is_multipart
-from medialane.gateway.intake.references import References
+from medialane.gateway.intake.places import References
 from medialane.gateway.records.record import RequestRecord
 from medialane.gateway.records.redaction import MediaStandIn, Redaction, with_media, without_secrets
 from medialane.types.errors import StartupFailed

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 from blake3 import blake3
 
-from medialane.gateway.intake.references import REFERENCE_SCHEME
+from medialane.gateway.intake.places import REFERENCE_SCHEME
 from medialane.types.media import Modality
 
 #: Languages that do not separate words have long ones.

@@ -17,7 +17,7 @@ from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
-from medialane.gateway.intake.references import FEATURE_SCHEME
+from medialane.gateway.intake.places import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
 from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes

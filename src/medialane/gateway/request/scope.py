@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from medialane.gateway.intake import BudgetCharge, ExtractedMedia
-from medialane.gateway.intake.references import References
+from medialane.gateway.intake.places import References
 from medialane.gateway.records import RequestRecord, RequestTrace
 from medialane.types.errors import (
     ClientDisconnected,
