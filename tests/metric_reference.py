@@ -59,7 +59,7 @@ def _count_all(metrics: Metrics) -> None:
     metrics.observe(timeline)
     metrics.request_errors.labels("code").inc()
     metrics.refused_requests.labels("tenant", "code").inc()
-    metrics.transfer_fallbacks.labels("path", "code").inc()
+    metrics.handover_fallbacks.labels("path", "code").inc()
     metrics.copied_requests.labels("tcp").inc()
     metrics.migrations.labels("code", "outcome").inc()
     metrics.worker_losses.labels("w").inc()

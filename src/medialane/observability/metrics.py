@@ -87,9 +87,9 @@ class Metrics:
             "tenant",
             "reason",
         )
-        self.transfer_fallbacks = self._counter(
+        self.handover_fallbacks = self._counter(
             "medialane_transfer_fallbacks",
-            "Transfers of media to a worker that fell back to another path, by failed path and reason",
+            "Hand-overs of media to a worker that fell back to another path, by failed path and reason",
             "path",
             "reason",
         )

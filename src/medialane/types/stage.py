@@ -1,6 +1,6 @@
 """Stages: the forms in which a request's media are sent to a worker, one row of `STAGES` each.
 
-The transport is chosen separately (`gateway.request.transfer_paths`). A new stage needs a row here, code that
+The transport is chosen separately (`gateway.request.handover_paths`). A new stage needs a row here, code that
 provides what it sends (`gateway.request.media`), and, if the worker has to do more than run the engine, code for that
 (`vllm_bridge.engine.source_prompt`).
 """

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from medialane.gateway import PullTransport, ShmTransport, TransferPath
-from medialane.gateway.request.transfer_paths import prompt_for
+from medialane.gateway import HandoverPath, PullTransport, ShmTransport
+from medialane.gateway.request.handover_paths import prompt_for
 from medialane.observability import RequestTimeline
 from medialane.types.feature import (
     Embedding,
@@ -65,7 +65,7 @@ def passed():
 async def prompt(transport, encoder_ms_per_token=0.5):
     features = tuple(PlacedFeature(feature, PLACE) for feature in (KNOWN, NEW))
     prepared = PreparedPrompt([1] * 8, features, ("known", "new"), MediaPrompt([1], ()), Media())
-    path = TransferPath(STAGES["features"], transport)
+    path = HandoverPath(STAGES["features"], transport)
     return await prompt_for(path, [1] * 8, prepared, RequestTimeline(), encoder_ms_per_token=encoder_ms_per_token)
 
 
@@ -106,7 +106,7 @@ async def encoder_prompt(stage, *, processed):
     encoder_token_ids = ENCODER if processed else [7]
     source = MediaPrompt([7], (), is_encoder_prompt=True)
     prepared = PreparedPrompt([7], features, ("known", "new"), source, Media(), encoder_token_ids)
-    path = TransferPath(STAGES[stage], ShmTransport(None))
+    path = HandoverPath(STAGES[stage], ShmTransport(None))
     return await prompt_for(path, [1, 2, 3], prepared, RequestTimeline())
 
 

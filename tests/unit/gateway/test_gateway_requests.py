@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from medialane.gateway import ShmTransport, TransferPath
+from medialane.gateway import HandoverPath, ShmTransport
 from medialane.gateway.http import usable_id
 from medialane.gateway.operators import RequestSums
 from medialane.gateway.records import (
@@ -25,7 +25,7 @@ from medialane.types.stage import STAGES
 
 HASH = "0123456789abcdef" * 4
 SECRET_URL = "https://user:password@cdn.example.com:8443/path/to/secret.png?token=secret"
-SHM = TransferPath(STAGES["features"], ShmTransport(None))
+SHM = HandoverPath(STAGES["features"], ShmTransport(None))
 
 
 def record(*refs, model="m"):

@@ -1,4 +1,4 @@
-"""Which transfer paths a gateway tries, and in which order; and what each transport sends."""
+"""Which hand-over paths a gateway tries, and in which order; and what each transport sends."""
 
 from typing import NamedTuple
 

@@ -77,7 +77,7 @@ def test_queues_and_waits_are_exposed_for_autoscalers(metrics, registry):
 
 def test_failures_are_counted_by_type(metrics, registry):
     metrics.request_errors.labels("invalid_image").inc()
-    metrics.transfer_fallbacks.labels("features/shm", "handover_failed").inc()
+    metrics.handover_fallbacks.labels("features/shm", "handover_failed").inc()
     metrics.worker_losses.labels("unix:/w0").inc()
     value = registry.get_sample_value
     assert value("medialane_request_errors_total", {"code": "invalid_image"}) == 1

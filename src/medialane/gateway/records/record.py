@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.gateway.request.transfer_paths import TransferPath
+from medialane.gateway.request.handover_paths import HandoverPath
 from medialane.observability.timeline import MAX_STEPS, LiveStep, RequestTimeline
 from medialane.types.errors import ErrorReport, MedialaneError
 from medialane.types.feature import MediaSpan, MoverName, StagedItem
@@ -138,7 +138,7 @@ class Attempt:
     with which the attempt ended, empty if it was answered; what the engine had cached, and the time to the first token,
     are None until it was."""
 
-    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+    def __init__(self, worker: str, rank: int, path: HandoverPath | None) -> None:
         self.worker = worker
         self.rank = rank
         self.path = path
@@ -219,7 +219,7 @@ class RequestRecord:
                 item.timeline.add("encode", now - started_at, started_at)
                 item.ended_at = now
 
-    def sending(self, decision: RoutingDecision, path: TransferPath | None = None, *, is_sent: bool = True) -> None:
+    def sending(self, decision: RoutingDecision, path: HandoverPath | None = None, *, is_sent: bool = True) -> None:
         """Record how and where a prompt is sent, or is about to be; text has no `path`. The last call counts: earlier
         attempts have failed. But of several prompts (documents that are scored) one with media counts."""
         attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, path)
@@ -231,7 +231,7 @@ class RequestRecord:
         """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
         self.timeline.enter("prefill" if self.streams else "answer")
 
-    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+    def attempt_failed(self, worker: str, rank: int, path: HandoverPath | None, code: str) -> None:
         """Record that a prompt was not sent to this worker, or not answered there."""
         attempt = self._open_attempt(worker, rank) or self._add_attempt(worker, rank, path)
         attempt.error = code
@@ -335,7 +335,7 @@ class RequestRecord:
     def total_ms(self) -> float:
         return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
 
-    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+    def _add_attempt(self, worker: str, rank: int, path: HandoverPath | None) -> Attempt:
         attempt = Attempt(worker, rank, path)
         if len(self.attempts) < MAX_ITEMS:
             self.attempts.append(attempt)

@@ -1,4 +1,4 @@
-"""Transfer paths to workers: a stage (`types.stage`: what is sent of the media) and a transport (how); and the prompt
+"""Hand-over paths to workers: a stage (`types.stage`: what is sent of the media) and a transport (how); and the prompt
 in the form that a path sends.
 
 A transport has two ends: the gateway's is an object of this file, which says what the transport needs, what it carries
@@ -132,7 +132,7 @@ class InlineTransport(Transport):
         return InlineTensor(tensor.spec, self._read(tensor)) if isinstance(tensor, TensorDescriptor) else tensor
 
 
-class TransferPath(NamedTuple):
+class HandoverPath(NamedTuple):
     stage: Stage
     transport: Transport
 
@@ -148,12 +148,12 @@ class Transports:
         self._allowed = [each for each in transports if choice == "auto" or choice in each.choices]
         self.carry_embeddings = any(transport.carries_embeddings for transport in self._allowed)
 
-    def paths(self, stage: StageChoice, worker: WorkerLink, *, prepared: bool) -> list[TransferPath]:
-        """Return the transfer paths to try, best first; empty if the operator's choice is impossible at this worker.
+    def paths(self, stage: StageChoice, worker: WorkerLink, *, prepared: bool) -> list[HandoverPath]:
+        """Return the hand-over paths to try, best first; empty if the operator's choice is impossible at this worker.
         `prepared`: the request has features."""
         has_features = prepared and worker.same_processor
         return [
-            TransferPath(each, transport)
+            HandoverPath(each, transport)
             for each in _stages(stage, has_features=has_features)
             for transport in self._of_stage(each, worker)
         ]
@@ -182,7 +182,7 @@ def _entries(payloads: Sequence[MediaPayload]) -> list[ArenaRange]:
 
 
 async def prompt_for(
-    path: TransferPath,
+    path: HandoverPath,
     token_ids: list[int],
     prepared: PreparedPrompt,
     timeline: RequestTimeline,
