@@ -24,9 +24,9 @@ from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
 from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup
 from medialane.cluster import Observer, Supervisor, local, model_groups
+from medialane.cluster.child_process import LogFolder
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
-from medialane.cluster.process_log import LogFolder
 from medialane.cluster.ray import (
     Nodes,
     RemoteSpec,

@@ -31,11 +31,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from medialane.cluster.child_process import INTERPRETER, ChildProcess, HttpAnswers
+from medialane.cluster.child_process import INTERPRETER, ChildProcess, HttpAnswers, LogFolder, ProcessLog
 from medialane.cluster.local import base_url, own_flags, parent_directory
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.placement import Engines, find_hardware, installed_version, place_engines, vllm_is_for_cpu
-from medialane.cluster.process_log import LogFolder, ProcessLog
 from medialane.cluster.vllm_flags import engine_flags, gpus_per_worker
 from medialane.config import Config, host_environ, settings_environ, worker_environ
 from medialane.runtime.phase import Phase, PhaseFile

@@ -152,7 +152,6 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 Place = MediaPlace | EmbedsPlace | UuidPlace
-
 #: The URL, the media type, and the bytes: either the URL or the bytes.
 _Read = tuple[str | None, str | None, bytes | None]
 
