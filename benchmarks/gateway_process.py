@@ -24,7 +24,7 @@ import uvloop
 
 from local_store import store_link
 from medialane.cli import gateway, gateway_command, store
-from medialane.cli.reloading import Reloading
+from medialane.cli.settings import Reloading
 from medialane.cli.serving import tune_process
 from medialane.config import Config, enter_environ
 from medialane.observability import logging

@@ -20,8 +20,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
-from medialane.cli.reloading import RELOAD, Reloading, reloaded_by_hangup
 from medialane.cli.serving import EssentialTasks, http_listener, tune_process, unless_set
+from medialane.cli.settings import RELOAD, Reloading, reloaded_by_hangup
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import process_environ
 from medialane.gateway import (

@@ -32,7 +32,6 @@ from medialane.gateway.records import (
     request_report,
     with_media,
 )
-from medialane.gateway.request.expansions import PromptPrefix
 from medialane.gateway.request.gateway import Gateway
 from medialane.gateway.request.handover_paths import (
     HandoverPath,
@@ -43,7 +42,7 @@ from medialane.gateway.request.handover_paths import (
     Transports,
 )
 from medialane.gateway.request.media import PlainHashes
-from medialane.gateway.request.route import Route, Routes
+from medialane.gateway.request.route import PromptPrefix, Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
 from medialane.gateway.workers.link import WorkerLink
