@@ -1,6 +1,5 @@
 """Request handling in the gateway: scope, intake, features, hand-over, workers."""
 
-from medialane.gateway.administration import WorkerControl, WorkerInfo
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, HandoverConfig, RecordingConfig
 from medialane.gateway.encoders import Encoders
@@ -18,7 +17,7 @@ from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bound
 from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake.places import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
-from medialane.gateway.operators import OperatorEndpoints
+from medialane.gateway.operators import OperatorEndpoints, WorkerControl, WorkerInfo
 from medialane.gateway.records import (
     MAX_PENDING_BYTES,
     RECORDING_FORMAT,
