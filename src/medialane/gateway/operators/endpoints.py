@@ -1,5 +1,5 @@
-"""The page and its JSON API (docs/reference/state.md); and single workers, to list and drain them (`WorkerControl`). Which
-there are is decided elsewhere: by --worker, by themselves when they join, by Ray or Kubernetes.
+"""The page and its JSON API (docs/reference/state.md); and single workers, to list and drain them (`WorkerControl`).
+Which there are is decided elsewhere: by --worker, by themselves when they join, by Ray or Kubernetes.
 
 Theory of operation. A gateway that is asked makes its own part, and gets its siblings' parts over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who

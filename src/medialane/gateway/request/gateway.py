@@ -421,7 +421,7 @@ async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) 
     return [result for result in results if not isinstance(result, MedialaneError)]
 
 
-def _links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
+def _called_links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
     """Return all workers; for adapters, the connected ones: others have none, and load one with the first request that
     names it."""
     links = workers.of_role("worker")
