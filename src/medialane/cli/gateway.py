@@ -70,7 +70,6 @@ from medialane.observability.collectors import (
     wait_metrics,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.tracing import Tracing
 from medialane.observability.worker_metrics import engine_metrics
 from medialane.routing import Router
 from medialane.routing.cost import EncodeCosts
@@ -500,9 +499,9 @@ def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack
     """Return what traces requests, if vLLM's flag has an endpoint for that. Raises StartupFailed."""
     if (endpoint := flag_value(vllm_args, TRACES_ENDPOINT)) is None:
         return None
-    tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
+    tracing = RequestTracing(endpoint, process_environ(), model=frontend.model_name)
     stack.push_async_callback(tracing.close)
-    return RequestTracing(tracing, frontend.model_name)
+    return tracing
 
 
 def _counts(addresses: GatewayAddresses) -> SharedCounts:
