@@ -14,8 +14,9 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FAKE_CARD
-from medialane.gateway import ExtractedMedia, GatewayConfig, current_scope, open_scope
+from medialane.gateway import GatewayConfig, current_scope, open_scope
 from medialane.gateway.admission import Tenants
+from medialane.gateway.intake import ExtractedMedia
 from medialane.types.errors import MedialaneError, QueueTimeout, TtftLimitExceeded
 from medialane.types.media import MediaRef
 from waiting import eventually

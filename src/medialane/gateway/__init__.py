@@ -14,21 +14,16 @@ from medialane.gateway.http.metrics import (
 )
 from medialane.gateway.http.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bounds
-from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.intake.places import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
 from medialane.gateway.operators import OperatorEndpoints, WorkerControl, WorkerInfo
 from medialane.gateway.records import (
-    MAX_PENDING_BYTES,
     RECORDING_FORMAT,
     MediaStandIn,
     RecentRequests,
     Recorder,
-    RequestRecord,
     RequestTracing,
-    RequestView,
     parse_stand_in,
-    request_report,
     with_media,
 )
 from medialane.gateway.request.gateway import Gateway
@@ -49,14 +44,12 @@ from medialane.gateway.workers.pool import Health, WorkerPool, health_of
 
 __all__ = [
     "MAX_HEADERS",
-    "MAX_PENDING_BYTES",
     "RECORDING_FORMAT",
     "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
     "BoundedServer",
     "Encoders",
-    "ExtractedMedia",
     "Gateway",
     "GatewayConfig",
     "GatewayMetrics",
@@ -77,10 +70,8 @@ __all__ = [
     "Recorder",
     "RecordingConfig",
     "References",
-    "RequestRecord",
     "RequestScope",
     "RequestTracing",
-    "RequestView",
     "Route",
     "Routes",
     "ScopeMiddleware",
@@ -106,7 +97,6 @@ __all__ = [
     "no_others",
     "open_scope",
     "parse_stand_in",
-    "request_report",
     "wave_bytes",
     "wave_size",
     "with_media",
