@@ -26,7 +26,7 @@ from medialane.gateway.records import (
     parse_stand_in,
     with_media,
 )
-from medialane.gateway.request.gateway import Gateway
+from medialane.gateway.request.app_backend import AppBackend
 from medialane.gateway.request.handover_paths import (
     HandoverPath,
     InlineTransport,
@@ -38,7 +38,7 @@ from medialane.gateway.request.handover_paths import (
 from medialane.gateway.request.media import PlainHashes
 from medialane.gateway.request.route import PromptPrefix, Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
+from medialane.gateway.request.store_items import StoreItems, wave_bytes, wave_size
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import Health, WorkerPool, health_of
 
@@ -48,9 +48,9 @@ __all__ = [
     "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
+    "AppBackend",
     "BoundedServer",
     "Encoders",
-    "Gateway",
     "GatewayConfig",
     "GatewayMetrics",
     "HandoverConfig",
@@ -80,7 +80,7 @@ __all__ = [
     "ServedModels",
     "SharedCounts",
     "ShmTransport",
-    "StoreFeatures",
+    "StoreItems",
     "Transport",
     "Transports",
     "WorkerControl",
