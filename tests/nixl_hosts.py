@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,8 +15,18 @@ from medialane.transfer.nixl import NixlMover
 from medialane.types.feature import RemoteEntry
 from waiting import wait_until
 
-FAKE = "medialane.testing.fake_nixl:FakeAgent"
+FAKE = "fake_nixl:FakeAgent"
 MIB = 1 << 20
+
+
+def fake_mover(*args, environ: Mapping[str, str], **settings) -> NixlMover:
+    return NixlMover(*args, environ=_with_tests(environ), factory=FAKE, **settings)
+
+
+def _with_tests(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with which a mover process finds `fake_nixl`."""
+    paths = filter(None, [str(Path(__file__).parent), environ.get("PYTHONPATH")])
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def require_nixl() -> None:
@@ -34,7 +45,7 @@ class Host:
             directory,
             slot=self.arena.slot,
             max_given_up_bytes=max_given_up_bytes,
-            environ=os.environ,
+            environ=_with_tests(os.environ),
             **mover,
         )
         self._owned = []

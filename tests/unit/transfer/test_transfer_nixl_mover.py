@@ -73,7 +73,7 @@ async def test_processes_are_started_when_they_are_first_needed(owner, reader):
 
 
 async def test_start_of_the_process_does_not_count_for_a_published_image(hosts, owner):
-    data, reader = b"pixels" * 1000, hosts(factory="medialane.testing.fake_nixl:slow_agent")
+    data, reader = b"pixels" * 1000, hosts(factory="fake_nixl:slow_agent")
     with owner.arena.reserve(len(data)) as reservation:
         reservation.buffer[:] = data
         spec = TensorSpec("uint8", (len(data),))
