@@ -60,7 +60,7 @@ MESSAGES = {
 }
 
 #: Decoded, but not messages; the last four are what a store has written for the next one, each bounded in bytes.
-NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "_Tokenizer", "Record", "_Record", "_Bound", "tuple"}
+NO_MESSAGES = {"dict", "SimulatedParams", "_Tokenizer", "Record", "_Record", "_Bound", "tuple"}
 
 ITEMS = "one for each media item of a request (--media-max-items, --media-max-batch-items), each looked up once"
 HOLDS = "one for each entry that the client holds, each looked up once"

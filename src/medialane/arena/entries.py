@@ -28,9 +28,8 @@ from typing import Generic, TypeVar, get_args
 
 from medialane.arena.allocator import Allocator, Span, choose_span
 from medialane.runtime.tasks import TAKER, call_site
-from medialane.types.errors import ArenaFull
+from medialane.types.errors import ArenaFull, Places
 from medialane.types.feature import EntryKind
-from medialane.types.retry_after import Places
 from medialane.types.stats import ArenaStats, HoldRecord
 from medialane.types.tensor import ArenaRange, align
 

@@ -18,8 +18,8 @@ from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
 from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.slots import RoutingRequest, Slot, SlotTable, WorkerRank
+from medialane.types.errors import Places
 from medialane.types.request import Alternative, RoutingDecision
-from medialane.types.retry_after import Places
 from medialane.types.stats import MAX_ITEMS, PendingWork
 
 #: A response may arrive before the KV events of its blocks: the worker collects events for 10 ms

@@ -24,10 +24,9 @@ from medialane.routing.policies import Policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
 from medialane.routing.slots import RoutingRequest, SlotTable
-from medialane.types.errors import NoWorkerReady
+from medialane.types.errors import NoWorkerReady, Places
 from medialane.types.kv_events import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad
-from medialane.types.retry_after import Places
 from medialane.types.stats import PendingWork
 
 _BLOCK_ID: Final = np.dtype("<u8")

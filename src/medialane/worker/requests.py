@@ -26,6 +26,7 @@ from medialane.types.errors import (
     GenerationFailed,
     InvalidFeature,
     MedialaneError,
+    Places,
     ProtocolViolation,
     Unavailable,
     WorkerBusy,
@@ -34,7 +35,6 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.request import EncoderCard, EngineRequest, OutputDelta
-from medialane.types.retry_after import Places
 from medialane.types.stats import MetricChanges
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection

@@ -11,7 +11,7 @@ from medialane.routing.policies import Choice, Policy
 from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.routed_request import RouterState
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
-from medialane.types.retry_after import Places
+from medialane.types.errors import Places
 
 __all__ = [
     "SEQUENCES",

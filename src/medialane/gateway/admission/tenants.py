@@ -23,9 +23,15 @@ import msgspec
 
 from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.runtime.private_files import read_private
-from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded, RateLimitExceeded, StartupFailed
+from medialane.types.errors import (
+    ConcurrencyLimitExceeded,
+    MediaOverloaded,
+    Places,
+    RateLimitExceeded,
+    StartupFailed,
+    retry_after,
+)
 from medialane.types.media_lease import TenantShares
-from medialane.types.retry_after import Places, retry_after
 
 if TYPE_CHECKING:
     from medialane.gateway.request.scope import RequestScope

@@ -23,6 +23,7 @@ from medialane.types.errors import (
     HandoverFailed,
     MedialaneError,
     NoWorkerReady,
+    Places,
     ProtocolViolation,
     Unavailable,
     WorkerBusy,
@@ -32,7 +33,6 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.request import EngineRequest, OutputDelta, merge_deltas
-from medialane.types.retry_after import Places
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, Registration

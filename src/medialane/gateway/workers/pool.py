@@ -23,11 +23,11 @@ from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,
     NoWorkerReady,
+    Outage,
     WorkerLost,
     WorkerStalled,
 )
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
-from medialane.types.retry_after import Outage
 from medialane.wire.protocol import Join
 
 logger = logging.getLogger(__name__)
