@@ -37,9 +37,8 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
-from medialane.types.media import Alias, MediaRef, MediaSize
+from medialane.types.media import STAGES, Alias, MediaRef, MediaSize
 from medialane.types.request import ExpandedPrompt, ModelCard, SourcePrompt
-from medialane.types.stage import STAGES
 from medialane.types.tensor import InlineTensor
 from medialane.worker.media import Receiver
 from waiting import eventually, iterations
