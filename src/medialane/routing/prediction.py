@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
 from medialane.routing.slots import RoutingRequest, SlotTable
 from medialane.types.errors import NoWorkerReady, Places
-from medialane.types.kv_events import BlockIds, KvChange
+from medialane.types.kv_blocks import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad
 from medialane.types.stats import PendingWork
 

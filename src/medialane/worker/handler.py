@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Protocol
 
 from medialane.types.admin import AdminCall, AdminResult
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import EncoderCard, EngineRequest, OutputDelta, WorkerLoad
 from medialane.types.stats import MetricChanges
 from medialane.wire.protocol import Hello, Welcome

@@ -1,5 +1,5 @@
-"""Transfer paths to workers: a stage (`types.media.Stage`: what is sent of the media) and a transport (how); and the prompt
-in the form that a path sends.
+"""Transfer paths to workers: a stage (`types.media.Stage`: what is sent of the media) and a transport (how); and the
+prompt in the form that a path sends.
 
 A transport has two ends: the gateway's is an object of this file, which says what the transport needs, what it carries
 and when it is tried; the worker's is in `worker.media`.
