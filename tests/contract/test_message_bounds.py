@@ -12,7 +12,7 @@ import medialane
 from medialane.cluster import warm
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
-from medialane.transfer import peer_messages as peers
+from medialane.transfer import peer_connection as peers
 from medialane.transfer.nixl import RdmaMetadata
 from medialane.transfer.nixl import agent as nixl
 from medialane.transfer.nixl.mover import Offer

@@ -56,8 +56,7 @@ from medialane.types.errors import (
 )
 from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, Registration
-from medialane.wire.dial import dial
+from medialane.wire.connection import Connection, Registration, dial
 
 logger = logging.getLogger(__name__)
 

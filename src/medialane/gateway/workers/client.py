@@ -35,8 +35,7 @@ from medialane.types.errors import (
 from medialane.types.request import EngineRequest, OutputDelta, merge_deltas
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, Registration
-from medialane.wire.dial import dial
+from medialane.wire.connection import Connection, Registration, dial
 from medialane.wire.payload import OutgoingRequest, PooledOutput, split
 from medialane.wire.protocol import (
     Abort,
