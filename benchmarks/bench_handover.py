@@ -7,10 +7,10 @@ EngineCore's IPC socket, EngineCore's input thread with our decoder; finally the
 two processes, one hop. The processed tensors are in the front end's heap, where vLLM's processor leaves them; then
 vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through the socket) or `torch_shm` (moved into
 torch's shared memory). The time to bring the tensors to that heap is not counted, in vLLM's favour. `no feature` is the
-same hop for a text request: a lower bound for all transfer paths. Not included in any: tokenising, a worker's feature
+same hop for a text request: a lower bound for all hand-over paths. Not included in any: tokenising, a worker's feature
 checks (`checks`, measured separately), the scheduler, the model.
 
-The prompt has the same number of tokens at every size: longer prompts cost the same with every transfer path.
+The prompt has the same number of tokens at every size: longer prompts cost the same with every hand-over path.
 `answered` includes the response to the sender. `read all` is the time that EngineCore then takes to read every byte
 once, with page tables as for an entry that it has not seen before: the page faults of a mapping are counted here.
 """
@@ -62,7 +62,7 @@ from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from medialane.wire import Hello, RpcConfig
 
-ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
+ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two hand-over paths"
 
 OURS, PEERS = "medialane", ("direct_rpc", "torch_shm")
 #: The unexpanded placeholder of one image in the tiny model's vocabulary.
@@ -79,7 +79,7 @@ ANSWER_S = 30.0
 
 @dataclass
 class Times:
-    """One transfer path at one size, in milliseconds."""
+    """One hand-over path at one size, in milliseconds."""
 
     usable: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
@@ -177,7 +177,7 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
 
 
 class Hop:
-    """Sends one feature at a time over each transfer path, and records the times."""
+    """Sends one feature at a time over each hand-over path, and records the times."""
 
     def __init__(
         self, gateway: Gateway, held: Mapping[str, tuple[Feature, Hold]], requests: Connection, seen: Connection

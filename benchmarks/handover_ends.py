@@ -87,7 +87,7 @@ PIXELS = "pixel_values"
 CARD = ModelCard(model="none", max_model_len=8192, block_size=16, processor={"model": "none"})
 
 
-#: The transfer path of a request without features: the cost of vLLM's hop alone.
+#: The hand-over path of a request without features: the cost of vLLM's hop alone.
 NO_FEATURE = "no feature"
 
 #: Prefix of the ids of requests of which EngineCore reads every byte.
@@ -262,7 +262,7 @@ def _publish(arena: Arena, size: str) -> Lease[Feature]:
 
 
 class FrontEnd:
-    """vLLM's front end of one EngineCore; sends a feature over each of the transfer paths, one request at a time.
+    """vLLM's front end of one EngineCore; sends a feature over each of the hand-over paths, one request at a time.
 
     For medialane's path it is a worker's engine (implements `worker.Engine`).
     """

@@ -121,8 +121,8 @@ class Answer:
         return int(re.search(r'copied;desc="(\d+)"', self.headers["server-timing"])[1])
 
     @property
-    def stages(self) -> dict[str, float]:
-        """Milliseconds by stage."""
+    def steps(self) -> dict[str, float]:
+        """Milliseconds by step."""
         return {k: float(v) for k, v in re.findall(r"(\w+);dur=([\d.]+)", self.headers["server-timing"])}
 
 

@@ -80,9 +80,9 @@ async def test_new_items_are_encoded_by_the_encoder_and_loaded_by_the_worker(cli
     assert answer.ids == (await plain.succeed(chat(*content))).ids
     assert await encoder.num_encoded() == before + num_items
     assert {item["embedding"] for item in answer.json["medialane"]["items"]} == {"loaded"}
-    assert "encode" in answer.stages
+    assert "encode" in answer.steps
     again = await client.succeed(chat(*content, text("And?")))
-    assert "encode" not in again.stages
+    assert "encode" not in again.steps
     assert await encoder.num_encoded() == before + num_items
 
 

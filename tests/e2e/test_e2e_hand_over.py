@@ -1,4 +1,4 @@
-"""Every stage and transport gives the same outputs over the same two workers, by the requested transfer path."""
+"""Every stage and transport gives the same outputs over the same two workers, by the requested hand-over path."""
 
 import pytest
 from openai_http import assert_same, chat, data_url, image, photo, picture, text, video

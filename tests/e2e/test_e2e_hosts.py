@@ -1,5 +1,5 @@
-"""Two real workers on another host, which join gateways on this one: routing and outputs by every transfer path between
-hosts, and what becomes of them in faults."""
+"""Two real workers on another host, which join gateways on this one: routing and outputs by every hand-over path
+between hosts, and what becomes of them in faults."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def way(request):
 
 @pytest.fixture
 def seed(way):
-    """Every transfer path has its own images and texts: they share the workers and their caches."""
+    """Every hand-over path has its own images and texts: they share the workers and their caches."""
     return 1000 * (10 + list(PATHS).index(way))
 
 

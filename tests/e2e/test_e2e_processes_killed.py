@@ -1,7 +1,7 @@
 """kill -9 of any process: its requests fail immediately and clearly, others continue, and the process is restarted.
 
 After each test `serve` is as before, except for its caches. One kill of each kind, with requests in several steps: what
-does not depend on vLLM is tested with a fake engine (tests/seams/test_any_process_killed.py). What is not held is
+does not depend on vLLM is tested with a fake engine (tests/integration/test_any_process_killed.py). What is not held is
 overwritten. What a killed process has held is read at the store itself, of which the tests are a client.
 """
 

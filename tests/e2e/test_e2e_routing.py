@@ -1,4 +1,4 @@
-"""Ten kinds of overlap over two real workers, by every transfer path: the request goes where its tokens are cached,
+"""Ten kinds of overlap over two real workers, by every hand-over path: the request goes where its tokens are cached,
 and the engine has exactly the cached tokens that the router predicted."""
 
 import asyncio
@@ -55,7 +55,7 @@ def routed(gateways, way):
 
 @pytest.fixture
 def seed(way):
-    """Every transfer path has its own images and texts: they share the workers and their caches."""
+    """Every hand-over path has its own images and texts: they share the workers and their caches."""
     return 1000 * (1 + TRANSFER_PATHS.index(way))
 
 

@@ -24,7 +24,7 @@ TITLES: dict[SectionName, str] = {
     "media": "media: limits and sources",
     "prepare": "preparers: processes that decode and process media",
     "arena": "shared memory",
-    "transfer": "transfer of features to workers",
+    "handover": "hand-over of media to workers",
     "routing": "routing; costs are in expected milliseconds",
     "rpc": "connections between gateway and workers",
     "worker": "worker",

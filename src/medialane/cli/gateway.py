@@ -346,8 +346,8 @@ class _Gateway:
             retention_s=retention_s,
         )
         shm = ShmTransport(HoldPasser(store, retention_s=retention_s))
-        pull = PullTransport(StoreGrants(store), config.transfer.mover)
-        inline = InlineTransport(store.tensor, config.transfer.max_inline_bytes)
+        pull = PullTransport(StoreGrants(store), config.handover.mover)
+        inline = InlineTransport(store.tensor, config.handover.max_inline_bytes)
         plain = None
         if self._settings.render_only and (profile := self._frontend.profile) is not None:
             plain = PlainHashes(
@@ -355,7 +355,7 @@ class _Gateway:
             )
         return Gateway(
             config=self._settings,
-            transports=Transports([shm, pull, inline], config.transfer.transport),
+            transports=Transports([shm, pull, inline], config.handover.transport),
             features=features,
             assembler=self._frontend.assembler,
             workers=self._workers,

@@ -26,7 +26,7 @@ from medialane.wire.security import check_address
 logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = (
-    "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",
+    "server", "gateway", "store", "media", "arena", "handover", "routing", "rpc", "environment",
     "logging", "recording", "stop",
 )  # fmt: skip
 _COMMON = (

@@ -21,7 +21,7 @@ from medialane.types.errors import StartupFailed
 SECTIONS: tuple[SectionName, ...] = tuple(
     section
     for section in get_args(SectionName)
-    if section not in ("simulated", "worker", "routing", "transfer", "recording")
+    if section not in ("simulated", "worker", "routing", "handover", "recording")
 )
 _COMMON = (
     "gateways", "render-payload", "preparers", "host", "port", "arena-size", "allow-media-network", "log-dir",

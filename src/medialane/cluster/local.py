@@ -123,8 +123,8 @@ def check_encoders(config: Config) -> None:
         raise StartupFailed(
             f"--encoders needs --stage auto or features: in stage {config.gateway.stage} workers process"
         )
-    if config.transfer.transport not in ("auto", "shm"):
-        raise StartupFailed(f"--encoders needs --transport auto or shm, not {config.transfer.transport}")
+    if config.handover.transport not in ("auto", "shm"):
+        raise StartupFailed(f"--encoders needs --transport auto or shm, not {config.handover.transport}")
 
 
 def with_port(config: Config) -> Config:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import field
 
 from medialane.arena.config import ArenaConfig
-from medialane.gateway import GatewayConfig, RecordingConfig, TransferConfig
+from medialane.gateway import GatewayConfig, HandoverConfig, RecordingConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
@@ -39,7 +39,7 @@ from medialane.wire.config import RpcConfig
 from medialane.worker.config import WorkerConfig
 
 SectionName = Literal[
-    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",
+    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "handover", "routing", "rpc", "worker",
     "simulated", "environment", "logging", "recording", "stop",
 ]  # fmt: skip
 
@@ -174,7 +174,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaConfig = MediaConfig()
     prepare: PrepareConfig = PrepareConfig()
     arena: ArenaConfig = ArenaConfig()
-    transfer: TransferConfig = TransferConfig()
+    handover: HandoverConfig = HandoverConfig()
     routing: RoutingConfig = RoutingConfig()
     rpc: RpcConfig = RpcConfig()
     worker: WorkerConfig = WorkerConfig()

@@ -1,8 +1,8 @@
-"""Request handling in the gateway: scope, intake, features, transfer, workers."""
+"""Request handling in the gateway: scope, intake, features, hand-over, workers."""
 
 from medialane.gateway.administration import WorkerControl, WorkerInfo
 from medialane.gateway.admission import SharedCounts
-from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
+from medialane.gateway.config import GatewayConfig, HandoverConfig, RecordingConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
 from medialane.gateway.http.health import Health, health_of
@@ -35,18 +35,18 @@ from medialane.gateway.records import (
 )
 from medialane.gateway.request.expansions import PromptPrefix
 from medialane.gateway.request.gateway import Gateway
+from medialane.gateway.request.handover_paths import (
+    HandoverPath,
+    InlineTransport,
+    PullTransport,
+    ShmTransport,
+    Transport,
+    Transports,
+)
 from medialane.gateway.request.media import PlainHashes
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
-from medialane.gateway.request.transfer_paths import (
-    InlineTransport,
-    PullTransport,
-    ShmTransport,
-    TransferPath,
-    Transport,
-    Transports,
-)
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 
@@ -63,6 +63,8 @@ __all__ = [
     "Gateway",
     "GatewayConfig",
     "GatewayMetrics",
+    "HandoverConfig",
+    "HandoverPath",
     "Health",
     "InlineTransport",
     "IntakeMiddleware",
@@ -91,8 +93,6 @@ __all__ = [
     "SharedCounts",
     "ShmTransport",
     "StoreFeatures",
-    "TransferConfig",
-    "TransferPath",
     "Transport",
     "Transports",
     "WorkerControl",

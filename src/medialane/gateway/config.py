@@ -163,8 +163,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         return super(GatewayConfig, hidden(self)).__repr__()
 
 
-class TransferConfig(msgspec.Struct, frozen=True):
-    """Settings of the transfer to workers."""
+class HandoverConfig(msgspec.Struct, frozen=True):
+    """Settings of the hand-over to workers."""
 
     transport: TransportChoice = field(default="auto", name="transport")
     """how features are sent: shm (shared memory, same host), tcp or nixl (copied by the store of the worker's host),

@@ -26,7 +26,7 @@ import msgspec
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.records import RequestRecord
-from medialane.gateway.request.transfer_paths import ShmTransport, feature_payload
+from medialane.gateway.request.handover_paths import ShmTransport, feature_payload
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics

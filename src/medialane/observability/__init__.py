@@ -29,7 +29,7 @@ from medialane.observability.logging import (
     unchanged_levels,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
+from medialane.observability.timeline import MAX_STEPS, RequestTimeline, TimelineReport
 from medialane.observability.worker_metrics import MetricMirror, MetricReader, engine_metrics
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "MetricReader",
     "Metrics",
     "PlainFormatter",
-    "StageTimeline",
+    "RequestTimeline",
     "TimelineReport",
     "as_text",
     "configure",

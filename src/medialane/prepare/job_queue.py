@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from medialane.arena import Lease, Reservation
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.prepare.messages import ItemRequest, MeasureItem, ProbeItem
 from medialane.prepare.processor import Described
 from medialane.types.errors import MedialaneError, MediaOverloaded, retry_after
@@ -59,7 +59,7 @@ class Job:
         key: str,
         modality: Modality,
         timeout_s: float,
-        timeline: StageTimeline | None = None,
+        timeline: RequestTimeline | None = None,
     ) -> None:
         self.source = source
         self.key = key

@@ -23,7 +23,7 @@ from typing import cast
 
 from medialane.arena import Arena, Lease
 from medialane.media import MediaConfig
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverProcess, ProcessorSource, SpareForkserver, is_prebuilt
 from medialane.prepare.job_queue import Job, JobQueue, JobValue
@@ -116,7 +116,7 @@ class PreparerPool:
         encoded: Lease[EncodedMedia],
         options: bytes | None,
         mm_hash: str,
-        timeline: StageTimeline | None = None,
+        timeline: RequestTimeline | None = None,
         *,
         io: bytes = b"{}",
     ) -> Lease[Feature]:

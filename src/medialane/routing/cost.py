@@ -91,7 +91,7 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 class Rates(NamedTuple):
     """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
-    byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot; per
+    byte handed over; on another host additionally per hand-over and per byte; a bonus for the session's last slot; per
     embedding of an item that a slot has in neither cache, or per byte of embeddings in the arena. With a temperature a
     slot is sampled with weight exp(-score / temperature)."""
 

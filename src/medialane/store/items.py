@@ -18,7 +18,7 @@ from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, l
 from medialane.media import MediaConfig, image_size, needs_probe
 from medialane.media.data_url import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.media.fetch import Fetcher
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.prepare import Described, PreparerPool
 from medialane.runtime.tasks import SingleFlight
 from medialane.store.embeddings import Embeddings
@@ -100,7 +100,7 @@ class ItemSource(NamedTuple):
     sent. `admit` is asked before an image of a URL is decoded, or sent to a worker that decodes it."""
 
     ref: MediaRef
-    timeline: StageTimeline
+    timeline: RequestTimeline
     upload: Upload | None = None
     admit: Admit | None = None
 
@@ -259,7 +259,7 @@ class Items:
         known = self._features.find_any(mm_hash)
         if known is None or known.source is None:
             raise UnknownMedia("unknown or expired feature")
-        source = ItemSource(known.source.ref, StageTimeline())
+        source = ItemSource(known.source.ref, RequestTimeline())
         return await self._made_again(mm_hash, source, known.source, encoder="")
 
     async def _known(self, source: ItemSource, processing: Processing) -> LeasedItem:
@@ -424,7 +424,7 @@ class Items:
         return await self._preparing.do(key, work)
 
     async def _prepare(
-        self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: StageTimeline
+        self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: RequestTimeline
     ) -> Lease[Feature]:
         """Prepare and publish the feature, or the decoded media, under `key`. The caller has a lease on the bytes."""
         with self._held(ref, content) as stored:

@@ -16,7 +16,7 @@ import msgspec
 
 from medialane.arena import Arena, Lease, Reservation, new_slot
 from medialane.observability.logging import request_id
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.runtime.tasks import TAKER
 from medialane.store.client_use import AbsentClients, ClientUse, UnknownEntry
 from medialane.store.encoded_store import EncodedStore
@@ -438,7 +438,7 @@ class StoreSession:
                 return await self._put(call)
             case FindFeature(call_id, mm_hash):
                 item = await self._with_memory(partial(self._items.feature, mm_hash))
-                return self._found(call_id, item, StageTimeline())
+                return self._found(call_id, item, RequestTimeline())
             case FindEmbedding():
                 return await self._find_embedding(call)
             case PullEntries():
@@ -452,16 +452,16 @@ class StoreSession:
         source, processing = self._source(call), Processing(self._processor, call.options, call.encoder)
         if call.refers:
             refer = partial(self._items.refer, source._replace(admit=None), processing)
-            return self._found(call.call_id, await self._with_memory(refer), StageTimeline())
+            return self._found(call.call_id, await self._with_memory(refer), RequestTimeline())
         find = partial(self._items.find, source, call.form, processing)
         return self._found(call.call_id, await self._with_memory(find), source.timeline)
 
     async def _put(self, call: PutFeature) -> Reply:
         receive = partial(self._written, call.call_id)
         put = partial(self._items.put, call.ref, call.described, call.specs, receive=receive, writer=self.slot)
-        return self._found(call.call_id, await self._with_memory(put), StageTimeline())
+        return self._found(call.call_id, await self._with_memory(put), RequestTimeline())
 
-    def _found(self, call_id: int, item: LeasedItem, timeline: StageTimeline) -> Reply:
+    def _found(self, call_id: int, item: LeasedItem, timeline: RequestTimeline) -> Reply:
         value = item.lease.value
         return ItemFound(
             call_id,
@@ -480,7 +480,7 @@ class StoreSession:
 
     def _source(self, call: FindItem | DescribeItem) -> ItemSource:
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
-        return ItemSource(call.ref, StageTimeline(), upload, partial(self._admit, call.call_id))
+        return ItemSource(call.ref, RequestTimeline(), upload, partial(self._admit, call.call_id))
 
     async def _admit(self, call_id: int, width: int, height: int) -> None:
         await self._ask(ImageSize(call_id, width, height))

@@ -180,7 +180,7 @@ class HandoverFailed(MedialaneError, code="handover_failed"):
 class MediaLost(HandoverFailed, code="media_lost"): ...  # with the store in whose arena they were
 
 class TransferFailed(HandoverFailed, code="transfer_failed"):
-    """An entry could not be copied from another host's store. Another mover or transfer path may succeed."""
+    """An entry could not be copied from another host's store. Another mover or hand-over path may succeed."""
 
 class TransferTimeout(TransferFailed, code="transfer_timeout"): ...  # a mover was given up
 

@@ -153,7 +153,7 @@ class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is transferred to a worker: its large tensors, or its embedding."""
+        """Bytes of what is handed over to a worker: its large tensors, or its embedding."""
         if self.embedding is not None:
             return self.embedding.tensor.spec.nbytes
         return sum(t.spec.nbytes for t in self.tensors)

@@ -8,7 +8,7 @@ A new modality needs a name in `Modality` with the class of its decoded form; a 
 tried with and given. `tests/unit/types/test_types_modalities.py` lists the files, and fails for any other that names
 one.
 
-The transport of a stage is chosen separately (`gateway.request.transfer_paths`). A new stage needs a row in `STAGES`,
+The transport of a stage is chosen separately (`gateway.request.handover_paths`). A new stage needs a row in `STAGES`,
 code that provides what it sends (`gateway.request.media`), and, if the worker has to do more than run the engine, code
 for that (`vllm_bridge.engine.source_prompt`).
 """

@@ -1,4 +1,4 @@
-"""What is remembered of encoders, through the door; the rest is in `tests/seams/test_encoders_to_workers.py`."""
+"""What is remembered of encoders, through the door; the rest is in `tests/integration/test_encoders_to_workers.py`."""
 
 import asyncio
 import gc

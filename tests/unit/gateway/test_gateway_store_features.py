@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
-from medialane.observability import StageTimeline, TimelineReport
+from medialane.observability import RequestTimeline, TimelineReport
 from medialane.prepare import Described
 from medialane.store import (
     AliasResolved,
@@ -131,7 +131,7 @@ FORMS = ["processed", "decoded", "encoded"]
 
 
 async def find(features, form, ref, *, budget=None, options=b"{}", timeline=None):
-    given = (timeline or StageTimeline(), budget or Budget())
+    given = (timeline or RequestTimeline(), budget or Budget())
     return await getattr(features, form)(ref, options, *given)
 
 
@@ -160,7 +160,7 @@ async def test_options_matter_for_processed_items_only(link, features, form):
 
 
 async def test_result_and_its_part_of_the_timeline_are_returned(features, form):
-    timeline, ref = StageTimeline(), by_url()
+    timeline, ref = RequestTimeline(), by_url()
     item = await find(features, form, ref, timeline=timeline)
     if form == "processed":
         expected = StagedItem(ref, FEATURE, item.hold, is_hit=True, content_hash="hash")
@@ -195,7 +195,7 @@ async def test_item_in_another_form_is_a_violation_and_is_not_held(link, feature
 async def test_missing_bytes_are_written_into_the_entry(link, features):
     data = DATA + bytes(range(256)) * 8000
     link.questions = [SendData(7, ENTRY)]
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     await find(features, "processed", sent(data), timeline=timeline)
     assert bytes(link.memory[: len(data)]) == data
     assert not any(link.memory[len(data) :])
@@ -329,16 +329,16 @@ async def retaining(link, fairness):
 async def find_twice(features, first, second, options=(b"{}", b"{}")):
     found = []
     for ref, its_options in zip((first, second), options, strict=True):
-        found.append(await features.processed(ref, its_options, StageTimeline(), Budget()))
+        found.append(await features.processed(ref, its_options, RequestTimeline(), Budget()))
         found[-1].hold.release()
     return found
 
 
 async def test_item_that_is_sent_again_is_not_asked_for_again(link, fairness):
-    features, timeline = await retaining(link, fairness), StageTimeline()
+    features, timeline = await retaining(link, fairness), RequestTimeline()
     link.reply = msgspec.structs.replace(found(), is_hit=False)
     ref = MediaRef("image", PARAM, data=DATA)
-    (await features.processed(ref, b"{}", StageTimeline(), Budget())).hold.release()
+    (await features.processed(ref, b"{}", RequestTimeline(), Budget())).hold.release()
     again = await features.processed(msgspec.structs.replace(ref, param="other"), b"{}", timeline, Budget())
     assert len(link.calls) == 1
     assert (again.is_hit, again.feature, timeline.num_hits, timeline.num_misses) == (True, FEATURE, 1, 0)
@@ -366,7 +366,7 @@ async def test_another_item_is_asked_for(link, fairness, other):
 async def test_other_options_and_another_form_are_asked_for(link, fairness):
     features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
     await find_twice(features, ref, ref, (b"{}", b'{"a":1}'))
-    (await features.decoded(ref, b"{}", StageTimeline(), Budget())).hold.release()
+    (await features.decoded(ref, b"{}", RequestTimeline(), Budget())).hold.release()
     assert len(link.calls) == 3
 
 
@@ -383,17 +383,17 @@ async def test_store_is_always_asked(link, fairness, ref):
 async def test_item_is_asked_for_with_its_encoder_and_found_again_for_the_same_one(link, fairness):
     features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
     for encoder in ("", "d" * 64, "d" * 64, "e" * 64):
-        (await features.processed(ref, b"{}", StageTimeline(), Budget(), encoder=encoder)).hold.release()
+        (await features.processed(ref, b"{}", RequestTimeline(), Budget(), encoder=encoder)).hold.release()
     assert [call.encoder for call in link.calls] == ["", "d" * 64, "e" * 64]
 
 
 async def test_forgotten_item_is_asked_for_again_and_ends_with_its_last_user(link, fairness):
     features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
-    first = await features.processed(ref, b"{}", StageTimeline(), Budget())
-    second = await features.processed(ref, b"{}", StageTimeline(), Budget())
+    first = await features.processed(ref, b"{}", RequestTimeline(), Budget())
+    second = await features.processed(ref, b"{}", RequestTimeline(), Budget())
     features.forget(first.hold)
     features.forget(second.hold)
-    again = await features.processed(ref, b"{}", StageTimeline(), Budget())
+    again = await features.processed(ref, b"{}", RequestTimeline(), Budget())
     assert len(link.calls) == 2
     first.hold.release()
     assert not link.released
@@ -404,7 +404,7 @@ async def test_forgotten_item_is_asked_for_again_and_ends_with_its_last_user(lin
 
 
 async def describe(features, ref):
-    return await features.described(ref, b"{}", StageTimeline(), Budget())
+    return await features.described(ref, b"{}", RequestTimeline(), Budget())
 
 
 async def test_image_is_described_by_its_header_without_its_bytes(link, features):

@@ -14,7 +14,7 @@ import uvloop
 from preparer_pools import FACTORY, children, forkserver_of, is_running, make_pool, png, put, running
 
 from medialane.media import MediaConfig
-from medialane.observability import StageTimeline
+from medialane.observability import RequestTimeline
 from medialane.prepare import (
     NO_PROCESSOR_FACTORY,
     PrepareConfig,
@@ -57,7 +57,7 @@ def options(**wanted) -> bytes:
 
 
 async def test_item_becomes_a_published_feature_with_the_processors_tensors(arena, encoded):
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     async with running(make_pool(arena)) as pool:
         with await pool.prepare_item(encoded, b"{}", "a" * 64, timeline) as lease:
             feature = lease.value

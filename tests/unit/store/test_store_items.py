@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 from builders import bytes_beside_payload
 from medialane.arena import FillWriter
 from medialane.media import MediaConfig
-from medialane.observability import StageTimeline
+from medialane.observability import RequestTimeline
 from medialane.prepare import Described
 from medialane.store import (
     Aliases,
@@ -151,14 +151,14 @@ class World:
 
     async def find(self, ref, form="processed", processing=PLAIN, **given):
         """Find an item and release it; return whether it was cached, its value and the timeline."""
-        timeline = StageTimeline()
+        timeline = RequestTimeline()
         found = await self.items.find(ItemSource(ref, timeline, **given), form, processing)
         value = found.lease.value
         found.lease.release()
         return found.is_hit, value, timeline
 
     async def describe(self, ref, options=b"{}", size=None, **given):
-        return await self.items.describe(ItemSource(ref, StageTimeline(), **given), options, size)
+        return await self.items.describe(ItemSource(ref, RequestTimeline(), **given), options, size)
 
     async def keep_embedding(self, mm_hash, encoder):
         """Cache the embedding of an item, as a worker does."""
@@ -259,7 +259,7 @@ async def test_bytes_that_are_evicted_at_once_are_fetched_a_few_times_only(world
 
 async def test_item_that_is_found_at_the_second_attempt_is_one_miss(world):
     """The store tries again when its clients have released what they do not use."""
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     world.pool.error = ArenaFull("full")
     with pytest.raises(ArenaFull):
         await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)
@@ -387,7 +387,7 @@ async def test_item_whose_embedding_is_cached_is_a_feature_without_tensors(world
     embedding = await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
     if not is_processed:
         assert arena.evict(feature.mm_hash)
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     found = await world.items.find(ItemSource(by_url(), timeline), "processed", WITH_ENCODER)
     assert (found.is_hit, found.lease.range) == (True, embedding.tensor.range)
     assert found.lease.value.embedding == embedding

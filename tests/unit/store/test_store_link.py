@@ -9,7 +9,7 @@ import pytest
 
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
-from medialane.observability import StageTimeline
+from medialane.observability import RequestTimeline
 from medialane.store import StoreEntries, StoreLink
 from medialane.types.errors import StartupFailed, StoreUnavailable
 from medialane.types.hashing import content_hash
@@ -140,7 +140,7 @@ async def test_upload_that_loses_its_store_is_written_again_at_the_next_connecti
     data = b"u" * (4 << 20)
     sent = MediaRef("image", "p", data=data)
     budget = SimpleNamespace(num_bytes=lambda *_: 0, missing=lambda: None)
-    item = await asyncio.wait_for(features.processed(sent, b"{}", StageTimeline(), budget), 5)
+    item = await asyncio.wait_for(features.processed(sent, b"{}", RequestTimeline(), budget), 5)
     assert gateway.link.num_pieces > len(data) // (512 << 10), "all of them after the first"
     assert gateway.cable.num_made == 2
     with world.arena.lookup(content_hash(data)) as lease:

@@ -5,7 +5,7 @@
       medialane.item                one per media item
         medialane.fetch, .decode, .process, .encode
       medialane.admission, .assemble, .route
-      medialane.attempt             CLIENT; one per worker and transfer path that was tried
+      medialane.attempt             CLIENT; one per worker and hand-over path that was tried
         medialane.handover
         llm_request                 the worker's own, by vLLM
 
@@ -30,7 +30,7 @@ from medialane.types.errors import MedialaneError
 from medialane.types.request import EngineRequest, OutputDelta
 
 if TYPE_CHECKING:
-    from medialane.gateway.request.transfer_paths import TransferPath
+    from medialane.gateway.request.handover_paths import HandoverPath
 
 #: The operation of GenAI's semantic conventions, by path. Others are named by method and route: a client chooses the
 #: path.
@@ -115,7 +115,7 @@ class RequestTrace:
         return f"{self._operation} {self._model}"
 
     @contextmanager
-    def attempt(self, request: EngineRequest, worker: str, path: TransferPath | None) -> Iterator[AttemptTrace | None]:
+    def attempt(self, request: EngineRequest, worker: str, path: HandoverPath | None) -> Iterator[AttemptTrace | None]:
         """Trace what the block sends to a worker; None if that has no span of its own."""
         self._model = request.lora_name or self._model
         if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
@@ -172,7 +172,7 @@ class RequestTrace:
     def _step(self, step: Step, parent: SpanContext, attributes: Attributes) -> None:
         times_ns = self._ns(step.started_at), self._ns(step.started_at + step.seconds)
         context = self._tracing.child(parent)
-        self._tracing.add(f"medialane.{step.stage}", context, parent, times_ns, attributes=attributes)
+        self._tracing.add(f"medialane.{step.name}", context, parent, times_ns, attributes=attributes)
 
     def _routing(self, step: Step) -> Attributes:
         """Return the attributes of the choice of a worker, if the step is one that was used."""

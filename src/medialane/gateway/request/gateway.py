@@ -19,12 +19,12 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
 from medialane.gateway.intake.references import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
+from medialane.gateway.request.handover_paths import Transports
 from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_features import StoreFeatures, wave_size
-from medialane.gateway.request.transfer_paths import Transports
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
@@ -302,7 +302,7 @@ class Gateway:
             if self._config.stage != "auto" or stage.if_unsupported is None:
                 raise
             logger.warning("a request is sent in stage %s, not %s: %s", stage.if_unsupported, stage.name, error.message)
-            self._metrics.transfer_fallbacks.labels(stage.name, error.code).inc()
+            self._metrics.handover_fallbacks.labels(stage.name, error.code).inc()
             _check_options(prompt)
             return await self._prepared(prompt, STAGES[stage.if_unsupported], media, scope)
 

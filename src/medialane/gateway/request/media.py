@@ -16,7 +16,7 @@ from medialane.gateway.request.scope import RequestScope
 from medialane.gateway.request.store_features import StoreFeatures
 from medialane.media import MediaConfig, sniff_image
 from medialane.media.data_url import PIXMAP_TYPE
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.runtime.tasks import LoopFairness, gather_or_cancel
 from medialane.types.errors import HandoverFailed, InvalidRequest, MedialaneError
 from medialane.types.feature import Feature, MediaPrompt, PreparedPrompt, StagedItem
@@ -106,7 +106,7 @@ class RequestMedia:
         options, budget = self.source.options, ImageBudget(self._assembly, self.source.options)
         self.features.forget(item.hold)
         try:
-            found = await self.features.processed(ref, options, StageTimeline(), budget, encoder=self.encoder)
+            found = await self.features.processed(ref, options, RequestTimeline(), budget, encoder=self.encoder)
         except MedialaneError as error:
             logger.info("the embedding of an item is not found: %s", error.message)
             return item

@@ -18,7 +18,7 @@ from medialane.gateway.admission import MustWait
 from medialane.gateway.request.assembly import ImageBudget
 from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.logging import request_id
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.runtime.tasks import LoopFairness
 from medialane.store.client import StoreLink
@@ -155,7 +155,7 @@ class StoreFeatures:
                 await budget.add(ref, *size)
 
     async def processed(
-        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget, *, encoder: str = ""
+        self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget, *, encoder: str = ""
     ) -> StagedItem:
         """Return the feature of `ref`, processed with the options of the request and of `ref`. If the arena has its
         embedding by the `encoder` with this digest, it has that instead of tensors.
@@ -167,7 +167,7 @@ class StoreFeatures:
         return _staged(ref, hold, hold.value.feature)
 
     async def described(
-        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
+        self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget
     ) -> StagedItem | None:
         """Return the feature of `ref` without tensors, which is known from the size of its media: nothing is processed.
         None if its header also depends on its content.
@@ -188,7 +188,7 @@ class StoreFeatures:
         return StagedItem(ref, feature, content_hash=reply.content_hash)
 
     async def _looked_at(
-        self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget
+        self, ref: MediaRef, timeline: RequestTimeline, budget: ImageBudget
     ) -> tuple[MediaRef, int | None, MediaSize | None]:
         """As `_hashed`, and, in the same step, count an image and return its size as decoded, if its header makes that
         certain."""
@@ -224,7 +224,9 @@ class StoreFeatures:
         if hold is not None:
             cast("StoreHold[_Key, ItemFound]", hold).forget()
 
-    async def decoded(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> StagedItem:
+    async def decoded(
+        self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget
+    ) -> StagedItem:
         """Return the decoder's output for `ref`, under the key of its feature. `budget` is as in `processed`."""
         self._check_fits(ref, budget.num_bytes(ref, "decoded"))
         hold = await self._find(ref, _Wanted("decoded"), timeline, budget)
@@ -232,7 +234,9 @@ class StoreFeatures:
         key = self.key(ref, options, content=hold.value.content_hash)
         return dataclasses.replace(item, feature=msgspec.structs.replace(item.feature, mm_hash=key))
 
-    async def encoded(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> StagedItem:
+    async def encoded(
+        self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget
+    ) -> StagedItem:
         """Return the current encoded bytes of `ref`, under the key of its feature: nothing has to be computed. If their
         header must be checked, a preparer has opened them.
 
@@ -246,13 +250,13 @@ class StoreFeatures:
         feature = Feature(ref.modality, self.key(ref, options, content=content), b"", tensors, MediaSize())
         return StagedItem(ref, feature, hold, media_type=encoded.media_type, content_hash=content)
 
-    async def refer(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> None:
+    async def refer(self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget) -> None:
         """Let the client of `ref` name the feature of the item, which is made when that is used."""
         hold = await self._find(ref, _Wanted("encoded", options, refers=True), timeline, budget)
         hold.forget()
         hold.release()
 
-    async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> StagedItem:
+    async def put(self, ref: MediaRef, item: ProcessedItem, timeline: RequestTimeline) -> StagedItem:
         """Return the feature of tensors that a client has sent, which are written to the arena unless it has them. Its
         key is the tensors': it is the content hash of the result and of its reference."""
         num_bytes = sum(spec.nbytes for spec in item.specs)
@@ -301,7 +305,7 @@ class StoreFeatures:
         return cast("ImagePublished", reply).image
 
     async def _find(
-        self, ref: MediaRef, wanted: _Wanted, timeline: StageTimeline, budget: ImageBudget
+        self, ref: MediaRef, wanted: _Wanted, timeline: RequestTimeline, budget: ImageBudget
     ) -> StoreHold[_Key, ItemFound]:
         asked, num_bytes = await self._hashed(ref, timeline)
         key = _key(ref, asked.content, wanted)
@@ -318,7 +322,7 @@ class StoreFeatures:
         timeline.merge(item.timeline)
         return self._holds.add(key, item.hold_id, item.range, item)
 
-    async def _hashed(self, ref: MediaRef, timeline: StageTimeline) -> tuple[MediaRef, int | None]:
+    async def _hashed(self, ref: MediaRef, timeline: RequestTimeline) -> tuple[MediaRef, int | None]:
         """Return `ref` with the content hash of its data instead of them, and their size."""
         if (data := ref.data) is None:
             return ref, None
@@ -327,7 +331,7 @@ class StoreFeatures:
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
 
     async def _ask(  # noqa: PLR0917 - the same as of `_find`
-        self, ref: MediaRef, call: Callable[[int], Call], timeline: StageTimeline, budget: ImageBudget, form: Form
+        self, ref: MediaRef, call: Callable[[int], Call], timeline: RequestTimeline, budget: ImageBudget, form: Form
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""
         if ref.url is None:
@@ -359,7 +363,7 @@ class StoreFeatures:
             raise MediaTooLarge(message, param=ref.param)
 
     async def _write(
-        self, data: bytes | memoryview, timeline: StageTimeline, entry: ArenaRange, *, at: int = 0
+        self, data: bytes | memoryview, timeline: RequestTimeline, entry: ArenaRange, *, at: int = 0
     ) -> None:
         """Copy `data` to offset `at` of the payload of `entry`, in pieces on the event loop, where cancellation takes
         effect between two pieces: a thread could still be writing to a range that has been reallocated."""

@@ -233,7 +233,7 @@ async def text(served: Served, number: int) -> float:
     return await served.time_to_free(writer, lambda: not served.worker.engine.num_reading)
 
 
-STAGES = {
+STEPS = {
     body: FREED_S,
     fetch: FREED_S,
     queue: FREED_S,
@@ -245,7 +245,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
-async def test_disconnected_client_frees_the_stage_that_its_request_has_reached(served, stage):
-    seconds = [await stage(served, number) for number in range(NUM_TRIES)]
-    assert min(seconds) < STAGES[stage], seconds
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+async def test_disconnected_client_frees_the_step_that_its_request_has_reached(served, step):
+    seconds = [await step(served, number) for number in range(NUM_TRIES)]
+    assert min(seconds) < STEPS[step], seconds

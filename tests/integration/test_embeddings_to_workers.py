@@ -15,7 +15,7 @@ from gateway_parts import PLACEHOLDER_TOKEN, FakeWorker, Parts, png, prompt, req
 
 from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
 from fake_engine import FAKE_CARD
-from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope, request_report
+from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, open_scope, request_report
 from medialane.routing import RoutingConfig
 from medialane.types.errors import GenerationFailed, HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPrompt
@@ -56,7 +56,7 @@ class Host:
             self.preparers,
             list(workers),
             config=GatewayConfig(stage="features", **FAST),
-            transfer=TransferConfig(transport=transport),
+            handover=HandoverConfig(transport=transport),
             beside=self.gateways[0] if self.gateways else None,
             routing=RoutingConfig(router="round-robin", encoder_ms_per_token=encoder_ms_per_token),
         )
@@ -271,7 +271,7 @@ def fail_once(worker, where):
 @pytest.mark.parametrize("where", ["store", "engine"])
 @pytest.mark.parametrize("is_evicted", [False, True])
 async def test_embedding_that_the_worker_cannot_load_is_replaced_by_tensors(host, is_evicted, where):
-    """The same transfer path is used again, with features made anew if they are not in the arena any more."""
+    """The same hand-over path is used again, with features made anew if they are not in the arena any more."""
     parts, worker = await host.add()
     tokens, _ = await answer(parts)
     if is_evicted:
@@ -351,5 +351,5 @@ async def test_url_whose_content_changes_before_its_embedding_is_replaced_is_not
         prepared = await parts.gateway.prepare(media)
         parts.fetcher.contents[url] = png(seed=2)
         fail_once(worker, "store")
-        with pytest.raises(GenerationFailed, match="could not be transferred"):
+        with pytest.raises(GenerationFailed, match="could not be handed over"):
             await parts.generate(request("r", prepared.token_ids), prepared)

@@ -14,7 +14,7 @@ from host_store import HostStore
 from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope, request_report
+from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, open_scope, request_report
 from medialane.store import StoreGrants
 from medialane.transfer import StillWriting
 from waiting import eventually
@@ -80,8 +80,8 @@ async def other_host(request):
 
 
 def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", **options):
-    config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
-    return Parts(arena, preparers, workers, config=config, transfer=transfer, **options)
+    config, handover = GatewayConfig(stage=stage, **FAST), HandoverConfig(transport=transport)
+    return Parts(arena, preparers, workers, config=config, handover=handover, **options)
 
 
 class UnreachableGrants(StoreGrants):
@@ -92,7 +92,7 @@ class UnreachableGrants(StoreGrants):
 
 
 async def answer_and_report(parts, media):
-    """The answer, and what its report says about the transfer: stage, transport, movers."""
+    """The answer, and what its report says about the hand-over: stage, transport, movers."""
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
         scope.record.received(media.items, model=None, streams=False)
@@ -209,8 +209,8 @@ async def test_read_that_is_given_up_falls_back_to_the_next_mover_or_stage_with_
 async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
         with other_host.arena.keep(other_host.arena.reserve(31 << 20), None):
-            _, transfer = await answer_and_report(far, prompt(png(600, 400)))
-        assert transfer == ("features", "inline")
+            _, sent = await answer_and_report(far, prompt(png(600, 400)))
+        assert sent == ("features", "inline")
 
 
 async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, preparers, other_host, monkeypatch):

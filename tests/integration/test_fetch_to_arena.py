@@ -16,7 +16,7 @@ from audio_maker import by_ffmpeg, hours_of_silence, tones
 from http_origin import HttpOrigin, answer
 from medialane.gateway import open_scope
 from medialane.media import MediaConfig
-from medialane.observability import StageTimeline
+from medialane.observability import RequestTimeline
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import (
     ArenaFull,
@@ -88,11 +88,11 @@ async def test_different_options_need_no_new_download_or_copy(arena, preparers, 
     async with source_of(arena, preparers) as source:
         sizes = []
         for options in (b"{}", b'{"scale":2}'):
-            timeline = StageTimeline()
+            timeline = RequestTimeline()
             found = await source.processed(image(origin.url("/a")), options, timeline, UNCOUNTED)
             sizes.append(timeline.copied_bytes - found.feature.nbytes)
             found.hold.release()
-        encoded = await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)
+        encoded = await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
         assert encoded.content_hash == content_hash(body)
         encoded.hold.release()
     assert sizes == [0, 0]
@@ -105,10 +105,10 @@ async def test_item_and_decode_options_give_distinct_features(arena, preparers, 
     async with source_of(arena, preparers) as source:
         keys = set()
         for fields in ({}, {"options": b'{"scale":2}'}, {"io": b'{"image_mode":"RGB"}'}):
-            found = await source.processed(image(origin.url("/a"), **fields), b"{}", StageTimeline(), UNCOUNTED)
+            found = await source.processed(image(origin.url("/a"), **fields), b"{}", RequestTimeline(), UNCOUNTED)
             keys.add(found.feature.mm_hash)
             found.hold.release()
-        common = await source.processed(image(origin.url("/a")), b'{"scale":2}', StageTimeline(), UNCOUNTED)
+        common = await source.processed(image(origin.url("/a")), b'{"scale":2}', RequestTimeline(), UNCOUNTED)
         assert common.feature.mm_hash in keys, "the same options, wherever they were given"
         common.hold.release()
     assert len(keys) == 3
@@ -124,7 +124,7 @@ async def test_unchanged_content_is_not_downloaded_again(arena, origin):
     async with source_of(arena) as source:
         ranges = []
         for _ in range(2):
-            found = await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)
+            found = await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
             ranges.append(found.feature.entry)
             found.hold.release()
     assert ranges[0] == ranges[1]
@@ -135,7 +135,7 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
     origin.routes["/a"] = answer(200, png(), cache_control="max-age=60")
     async with source_of(arena) as source:
         for _ in range(2):
-            (await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)).hold.release()
+            (await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)).hold.release()
             await eventually(lambda: arena.stats().num_leases == 0)
             arena.clear()
     assert len(origin.requests) == 2
@@ -144,8 +144,8 @@ async def test_evicted_content_is_downloaded_again(arena, origin):
 async def test_inline_and_fetched_content_share_one_entry(arena, origin):
     origin.routes["/a"] = answer(200, png())
     async with source_of(arena) as source:
-        sent = await source.encoded(MediaRef("image", "p", data=png()), b"{}", StageTimeline(), UNCOUNTED)
-        fetched = await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)
+        sent = await source.encoded(MediaRef("image", "p", data=png()), b"{}", RequestTimeline(), UNCOUNTED)
+        fetched = await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
         assert fetched.feature.entry == sent.feature.entry
         assert arena.stats().num_entries == 1
         sent.hold.release()
@@ -157,7 +157,7 @@ async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
     (tmp_path / "a.bmp").write_bytes(body)
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), b"{}", StageTimeline(), UNCOUNTED)
+        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), b"{}", RequestTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.content_hash == content_hash(body)
@@ -170,7 +170,7 @@ async def test_file_that_is_not_an_image_leaves_no_entry(arena, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"no image at all")
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         with pytest.raises(InvalidImage):
-            await source.encoded(image(f"file://{tmp_path}/a.txt"), b"{}", StageTimeline(), UNCOUNTED)
+            await source.encoded(image(f"file://{tmp_path}/a.txt"), b"{}", RequestTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
@@ -184,7 +184,7 @@ async def test_large_body_is_not_copied_to_the_heap(arena, origin):
     origin.routes["/a"] = write
     async with source_of(arena) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)
+        lease = await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.feature.nbytes == len(body) > 6 * MIB
@@ -215,7 +215,7 @@ async def test_body_over_a_limit_leaves_no_entry(arena, origin, limits, error):
     origin.routes["/a"] = write
     async with source_of(arena, **limits) as source:
         with pytest.raises(error) as failed:
-            await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)
+            await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
         assert failed.value.param == "messages[0].content[0].image_url"
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
@@ -230,7 +230,7 @@ async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
     async with source_of(arena) as source:
         for path, error in (("/cut", UpstreamFailed), ("/text", InvalidImage)):
             with pytest.raises(error):
-                await source.encoded(image(origin.url(path)), b"{}", StageTimeline(), UNCOUNTED)
+                await source.encoded(image(origin.url(path)), b"{}", RequestTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
 
 
@@ -255,7 +255,7 @@ async def test_oversized_header_is_rejected_before_a_worker_decodes(
     ref = MediaRef(modality, "p", data=data) if sent else MediaRef(modality, "p", url=origin.url("/a"))
     async with source_of(arena, preparers) as source:
         with pytest.raises(error):
-            await source.encoded(ref, b"{}", StageTimeline(), UNCOUNTED)
+            await source.encoded(ref, b"{}", RequestTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)
     assert preparers.stats().num_restarts == 0
 
@@ -263,13 +263,13 @@ async def test_oversized_header_is_rejected_before_a_worker_decodes(
 async def test_media_for_a_worker_are_probed_once_and_images_with_known_headers_never(arena, preparers):
     refs = [MediaRef("image", "p", data=png()), *(MediaRef("video", "p", data=clip(3)) for _ in range(3))]
     async with source_of(arena, preparers) as source:
-        found = await asyncio.gather(*(source.encoded(ref, b"{}", StageTimeline(), UNCOUNTED) for ref in refs))
+        found = await asyncio.gather(*(source.encoded(ref, b"{}", RequestTimeline(), UNCOUNTED) for ref in refs))
         assert preparers.stats().num_done == 1
-        (await source.encoded(refs[-1], b"{}", StageTimeline(), UNCOUNTED)).hold.release()
+        (await source.encoded(refs[-1], b"{}", RequestTimeline(), UNCOUNTED)).hold.release()
         assert preparers.stats().num_done == 1
         audio_track = MediaRef("audio", "p", data=clip(3))
         with pytest.raises(InvalidAudio, match="no audio track"):
-            await source.encoded(audio_track, b"{}", StageTimeline(), UNCOUNTED)
+            await source.encoded(audio_track, b"{}", RequestTimeline(), UNCOUNTED)
     for one in found:
         one.hold.release()
 
@@ -286,7 +286,7 @@ async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, 
     monkeypatch.setattr(preparers, "prepare_item", made)
     async with source_of(arena, preparers) as source:
         ref = MediaRef("image", "p", data=png())
-        found = await asyncio.gather(*(source.processed(ref, b"{}", StageTimeline(), UNCOUNTED) for _ in range(2)))
+        found = await asyncio.gather(*(source.processed(ref, b"{}", RequestTimeline(), UNCOUNTED) for _ in range(2)))
         assert preparers.stats().num_done == 1
         assert found[0].feature.tensors[0].range == found[1].feature.tensors[0].range
         for one in found:
@@ -300,7 +300,7 @@ async def test_feature_larger_than_the_arena_is_rejected_permanently_after_one_p
     async with source_of(arena, preparers) as source:
         for _ in range(2):
             with pytest.raises(MediaTooLarge) as refused:
-                await source.processed(ref, b"{}", StageTimeline(), UNCOUNTED)
+                await source.processed(ref, b"{}", RequestTimeline(), UNCOUNTED)
             assert (refused.value.status, refused.value.param) == (413, ref.param)
             assert preparers.stats().num_failed == 1
 
@@ -309,7 +309,7 @@ async def test_bytes_larger_than_the_arena_are_rejected_permanently(arena, prepa
     data = bmp(3400)
     async with source_of(arena, preparers, max_image_bytes=64 * MIB) as source:
         with pytest.raises(MediaTooLarge) as refused:
-            await source.encoded(MediaRef("image", "p", data=data), b"{}", StageTimeline(), UNCOUNTED)
+            await source.encoded(MediaRef("image", "p", data=data), b"{}", RequestTimeline(), UNCOUNTED)
         assert refused.value.status == 413
 
 
@@ -318,10 +318,10 @@ async def test_body_is_rejected_while_the_arena_is_full_and_accepted_later(arena
     held = arena.keep(arena.reserve(30 * MIB), None)
     async with source_of(arena) as source:
         with pytest.raises(ArenaFull):
-            await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)
+            await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
         assert arena.stats().num_reservations == 0
         held.release()
-        (await source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED)).hold.release()
+        (await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)).hold.release()
 
 
 async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(arena, origin):
@@ -330,7 +330,7 @@ async def test_fetch_continues_for_a_remaining_caller_and_stops_without_callers(
     async with source_of(arena) as source:
         for num_wanting in (1, 0):
             both = [
-                asyncio.create_task(source.encoded(image(origin.url("/a")), b"{}", StageTimeline(), UNCOUNTED))
+                asyncio.create_task(source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED))
                 for _ in range(2)
             ]
             await eventually(lambda: arena.stats().num_reservations == 1)
@@ -386,7 +386,7 @@ async def test_concurrent_fetches_are_bounded(arena, limits, most):
     routes = {f"/{n}": write for n in range(8)}
     async with HttpOrigin(dict(routes)) as one, HttpOrigin(dict(routes)) as other, source_of(arena, **limits) as source:
         refs = [image(origin.url(f"/{n}")) for n in range(8) for origin in (one, other)]
-        leases = await asyncio.gather(*(source.encoded(ref, b"{}", StageTimeline(), UNCOUNTED) for ref in refs))
+        leases = await asyncio.gather(*(source.encoded(ref, b"{}", RequestTimeline(), UNCOUNTED) for ref in refs))
         for found in leases:
             found.hold.release()
         assert peak == most

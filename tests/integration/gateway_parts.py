@@ -22,10 +22,10 @@ from medialane.gateway import (
     Encoders,
     Gateway,
     GatewayConfig,
+    HandoverConfig,
     InlineTransport,
     PullTransport,
     ShmTransport,
-    TransferConfig,
     Transport,
     Transports,
     WorkerLink,
@@ -214,7 +214,7 @@ class Parts:
         *,
         rpc: RpcConfig = RPC,
         config: GatewayConfig | None = None,
-        transfer: TransferConfig | None = None,
+        handover: HandoverConfig | None = None,
         fetcher: Fetcher | None = None,
         max_tokens: int = sys.maxsize,
         beside: Parts | None = None,
@@ -235,7 +235,7 @@ class Parts:
         self.metrics = Metrics(self.registry)
         self.fetcher = fetcher or ScriptedFetcher()
         config = config or GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05)
-        transfer = transfer or TransferConfig()
+        handover = handover or HandoverConfig()
         if isinstance(self.fetcher, ScriptedFetcher):
             self.fetcher.bodies = EncodedStore(arena, MEDIA)
         self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
@@ -244,11 +244,11 @@ class Parts:
         self._transports = transports
         self._assembler = assembler or FakeAssembler(max_tokens)
         self._new_link, self._new_shm, self._new_grants = link, shm, grants
-        self._config, self._transfer = config, transfer
+        self._config, self._handover = config, handover
 
     async def _assemble(self) -> None:
         hello = Hello(gateway_id=f"gateway-{id(self)}", processor=PROCESSOR)
-        link, config, transfer = self.store.link, self._config, self._transfer
+        link, config, handover = self.store.link, self._config, self._handover
         self.links = WorkerPool(
             [
                 self._new_link(
@@ -266,12 +266,12 @@ class Parts:
         link.watch(lambda _: self.links.arena_changed())
         self.features = self.store.features
         shm = self._new_shm(HoldPasser(link, retention_s=0.0))
-        pull = PullTransport(self._new_grants(link), transfer.mover)
-        inline = InlineTransport(link.tensor, transfer.max_inline_bytes)
+        pull = PullTransport(self._new_grants(link), handover.mover)
+        inline = InlineTransport(link.tensor, handover.max_inline_bytes)
         router = self.router = Router(self._routing)
         self.gateway = Gateway(
             config=config,
-            transports=Transports([*self._transports, shm, pull, inline], transfer.transport),
+            transports=Transports([*self._transports, shm, pull, inline], handover.transport),
             features=self.features,
             assembler=self._assembler,
             workers=self.links,

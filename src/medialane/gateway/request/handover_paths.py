@@ -1,4 +1,4 @@
-"""Transfer paths to workers: a stage (`types.media.Stage`: what is sent of the media) and a transport (how); and the
+"""Hand-over paths to workers: a stage (`types.media.Stage`: what is sent of the media) and a transport (how); and the
 prompt in the form that a path sends.
 
 A transport has two ends: the gateway's is an object of this file, which says what the transport needs, what it carries
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec.structs import replace
 
 from medialane.gateway.config import TransportChoice
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPayload, MoverChoice, PlacedFeature, PreparedPrompt, StagedItem
 from medialane.types.media import BEST_STAGE, STAGES, Stage, StageChoice, StageName
@@ -46,7 +46,7 @@ class Transport(ABC):
     def reaches(self, worker: WorkerLink) -> bool:
         """Return whether entries of our arena can be sent to this worker."""
 
-    async def publish(self, payloads: Sequence[MediaPayload], _timeline: StageTimeline) -> Sequence[MediaPayload]:
+    async def publish(self, payloads: Sequence[MediaPayload], _timeline: RequestTimeline) -> Sequence[MediaPayload]:
         """Return the payloads, which have descriptors of our arena, in the form that is sent.
 
         The caller holds the entries until the worker holds them, or has the bytes. Raises HandoverFailed.
@@ -95,7 +95,7 @@ class PullTransport(Transport):
     def reaches(self, worker: WorkerLink) -> bool:
         return worker.can_pull and not worker.same_host
 
-    async def publish(self, payloads: Sequence[MediaPayload], _timeline: StageTimeline) -> Sequence[MediaPayload]:
+    async def publish(self, payloads: Sequence[MediaPayload], _timeline: RequestTimeline) -> Sequence[MediaPayload]:
         try:
             granted = await self._grants.grant(_entries(payloads))
         except StoreUnavailable as error:
@@ -119,7 +119,7 @@ class InlineTransport(Transport):
     def reaches(self, _worker: WorkerLink) -> bool:
         return True
 
-    async def publish(self, payloads: Sequence[MediaPayload], timeline: StageTimeline) -> Sequence[MediaPayload]:
+    async def publish(self, payloads: Sequence[MediaPayload], timeline: RequestTimeline) -> Sequence[MediaPayload]:
         if any(payload.embedding is not None for payload in payloads):
             raise HandoverFailed("embeddings are not sent in messages")
         total = sum(tensor.spec.nbytes for payload in payloads for tensor in payload.tensors)
@@ -132,7 +132,7 @@ class InlineTransport(Transport):
         return InlineTensor(tensor.spec, self._read(tensor)) if isinstance(tensor, TensorDescriptor) else tensor
 
 
-class TransferPath(NamedTuple):
+class HandoverPath(NamedTuple):
     stage: Stage
     transport: Transport
 
@@ -148,12 +148,12 @@ class Transports:
         self._allowed = [each for each in transports if choice == "auto" or choice in each.choices]
         self.carry_embeddings = any(transport.carries_embeddings for transport in self._allowed)
 
-    def paths(self, stage: StageChoice, worker: WorkerLink, *, prepared: bool) -> list[TransferPath]:
-        """Return the transfer paths to try, best first; empty if the operator's choice is impossible at this worker.
+    def paths(self, stage: StageChoice, worker: WorkerLink, *, prepared: bool) -> list[HandoverPath]:
+        """Return the hand-over paths to try, best first; empty if the operator's choice is impossible at this worker.
         `prepared`: the request has features."""
         has_features = prepared and worker.same_processor
         return [
-            TransferPath(each, transport)
+            HandoverPath(each, transport)
             for each in _stages(stage, has_features=has_features)
             for transport in self._of_stage(each, worker)
         ]
@@ -182,10 +182,10 @@ def _entries(payloads: Sequence[MediaPayload]) -> list[ArenaRange]:
 
 
 async def prompt_for(
-    path: TransferPath,
+    path: HandoverPath,
     token_ids: list[int],
     prepared: PreparedPrompt,
-    timeline: StageTimeline,
+    timeline: RequestTimeline,
     *,
     encoder_ms_per_token: float = 0.0,
 ) -> Prompt:

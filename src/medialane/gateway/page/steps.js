@@ -1,6 +1,6 @@
-// The stages that a request passes, in order, and where a request's time went.
+// The steps that a request passes, in order, and where a request's time went.
 
-/** What operators see: `parts` are the stages that one place on the page shows together, since a request that is there
+/** What operators see: `parts` are the steps that one place on the page shows together, since a request that is there
  * cannot be distinguished from outside; `steps` are the names in the API. */
 export const PARTS = [
   {name: 'upload', title: 'Upload', steps: ['upload', 'intake', 'admission'], text: 'The body is read and checked, and the request admitted.'},
@@ -45,7 +45,7 @@ export function spent(view) {
     {name: part.name, ms: summed[part.name], isRunning: part.name === current}));
 }
 
-/** How a stage is called for a request that is in it: items of a request in preparation are decoded or processed. */
+/** How a step is called for a request that is in it: items of a request in preparation are decoded or processed. */
 export function waitsFor(step) {
   if (step === 'prepare') return 'prepare';
   return PART[partOf(step)].title.toLowerCase();

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from audio_maker import by_libsndfile, tones
-from medialane.gateway import ExtractedMedia, GatewayConfig, InlineTransport, TransferConfig, open_scope, request_report
+from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, InlineTransport, open_scope, request_report
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.types.errors import (
     ArenaFull,
@@ -462,9 +462,9 @@ async def test_failure_of_the_last_transfer_path_fails_the_generation(arena, pre
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("transport", "is_noticed"), [("shm", False), ("shm", True), ("inline", True)])
 async def test_media_lost_with_their_store_are_unavailable(arena, preparers, worker, stage, transport, is_noticed):
-    """With one transfer path only; otherwise the next stage finds them at the next store."""
-    config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
-    async with Parts(arena, preparers, [worker], config=config, transfer=transfer) as parts:
+    """With one hand-over path only; otherwise the next stage finds them at the next store."""
+    config, handover = GatewayConfig(stage=stage, **FAST), HandoverConfig(transport=transport)
+    async with Parts(arena, preparers, [worker], config=config, handover=handover) as parts:
         with open_scope() as scope:
             prepared = await parts.gateway.prepare(prompt(png()))
             await parts.store.server.close()
@@ -518,7 +518,7 @@ async def test_worker_with_a_different_processor_processes_media_itself(arena, p
 async def test_no_allowed_transfer_path_is_a_clear_error(arena, preparers, make_worker):
     worker = await make_worker(attaches=False)
     config = GatewayConfig(stage="features", **FAST)
-    async with Parts(arena, preparers, [worker], config=config, transfer=TransferConfig(transport="shm")) as parts:
+    async with Parts(arena, preparers, [worker], config=config, handover=HandoverConfig(transport="shm")) as parts:
         with open_scope(), pytest.raises(NoWorkerReady, match="--transport"):
             await parts.answer(prompt(png()))
 
@@ -567,7 +567,7 @@ async def test_features_too_large_for_a_message_fall_back_to_the_encoded_image(a
     worker = await make_worker(attaches=False)
     seen = spy(worker)
     limit = len(png()) + 1  # the features are float32
-    async with Parts(arena, preparers, [worker], transfer=TransferConfig(max_inline_bytes=limit)) as parts:
+    async with Parts(arena, preparers, [worker], handover=HandoverConfig(max_inline_bytes=limit)) as parts:
         with open_scope():
             await parts.answer(prompt(png()))
         with open_scope(), pytest.raises(GenerationFailed):
@@ -606,7 +606,7 @@ def bytes_of(arena, prompt):
 @pytest.mark.parametrize("transport", ["shm", "inline"])
 async def test_decoded_stage_sends_pixels_under_the_feature_key(arena, preparers, worker, transport):
     seen = spy(worker)
-    settings = {"config": GatewayConfig(stage="decoded", **FAST), "transfer": TransferConfig(transport=transport)}
+    settings = {"config": GatewayConfig(stage="decoded", **FAST), "handover": HandoverConfig(transport=transport)}
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             expected = await parts.gateway.prepare(prompt(png()))
