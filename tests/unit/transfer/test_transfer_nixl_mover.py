@@ -11,7 +11,7 @@ import pytest
 
 from medialane.arena import ENTRY_HEADER_BYTES
 from medialane.transfer import StillWriting
-from medialane.transfer.nixl import child as child_module
+from medialane.transfer.nixl import mover as mover_module
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import TensorDescriptor, TensorSpec
 from nixl_hosts import FAKE, MIB, Host
@@ -284,7 +284,7 @@ async def test_source_without_an_offer_fails_the_read(owner, reader):
 
 
 async def test_peers_that_are_not_used_are_forgotten(hosts, reader, monkeypatch):
-    monkeypatch.setattr(child_module, "MAX_PEERS", 1)
+    monkeypatch.setattr(mover_module, "MAX_PEERS", 1)
     owners = [hosts(size_bytes=16 * MIB) for _ in range(3)]
     for host in [*owners, *owners]:
         assert await reader.read(await host.opened(DATA)) == DATA
