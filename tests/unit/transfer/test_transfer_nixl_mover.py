@@ -122,11 +122,11 @@ async def test_late_bytes_arrive_only_in_the_destination(owner, reader):
     await reader.read(opened)
     owner.stop()
     destination, ended = await given_up_read(reader, opened)
-    assert reader.mover.num_reads == 1
+    assert reader.mover.child.num_reads == 1
     assert not ended.done()
     owner.resume()
     await asyncio.wait_for(ended, 10)
-    assert reader.mover.num_reads == 0
+    assert reader.mover.child.num_reads == 0
     assert destination.payload == DATA, "the hazard that the quarantine is for"
 
 
@@ -178,7 +178,7 @@ async def test_cancelled_read_reports_that_its_destination_may_be_written(owner,
     await reader.read(opened)
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     read.cancel()
     with pytest.raises(StillWriting) as raised:
         await read
@@ -193,7 +193,7 @@ async def test_cancelled_reads_do_not_restart_the_process_before_their_deadline(
     pid = reader.mover.pid
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     read.cancel()
     await asyncio.wait([read])
     owner.resume()
@@ -220,7 +220,7 @@ async def test_reads_fail_when_the_mover_process_has_exited(owner, reader, numbe
     pid = reader.mover.pid
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     os.kill(pid, number)
     with pytest.raises(TransferFailed, match="has exited") as raised:
         await read
@@ -288,7 +288,7 @@ async def test_peers_that_are_not_used_are_forgotten(hosts, reader, monkeypatch)
     owners = [hosts(size_bytes=16 * MIB) for _ in range(3)]
     for host in [*owners, *owners]:
         assert await reader.read(await host.opened(DATA)) == DATA
-    assert reader.mover.num_peers == 1
+    assert reader.mover.child.num_peers == 1
 
 
 async def test_process_ends_when_its_channel_is_closed(owner):

@@ -1,5 +1,5 @@
-"""The store's side of the nixl mover: it starts the mover process (`MoverChild`) when it is first needed, and again after
-its end."""
+"""The store's side of the nixl mover: it starts the mover process (`MoverChild`) when it is first needed, and again
+after its end."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class NixlMover:
         self._factory = factory
         self._max_given_up_bytes, self._max_given_up = max_given_up_bytes, max_given_up
         self._given_up: dict[asyncio.Future[None], _TimedOutRead] = {}
-        self._child: MoverChild | None = None
+        #: The process that was started last; None before the first.
+        self.child: MoverChild | None = None
         self._starting: asyncio.Task[MoverChild] | None = None
         self._backoff = Backoff(initial_s=_MIN_RESTART_S, max_s=_MAX_RESTART_S)
         self._next_start = 0.0
@@ -119,17 +120,7 @@ class NixlMover:
     @property
     def pid(self) -> int | None:
         """Process id of the mover process, if it runs."""
-        return None if self._child is None or self._child.ended.is_set() else self._child.pid
-
-    @property
-    def num_reads(self) -> int:
-        """Reads that have not ended."""
-        return 0 if self._child is None else self._child.num_reads
-
-    @property
-    def num_peers(self) -> int:
-        """Other hosts' agents that are connected."""
-        return 0 if self._child is None else self._child.num_peers
+        return None if self.child is None or self.child.ended.is_set() else self.child.pid
 
     def is_ready(self) -> bool:
         if self.pid is None:
@@ -191,8 +182,8 @@ class NixlMover:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
-        if self._child is not None:
-            await self._child.close()
+        if self.child is not None:
+            await self.child.close()
 
     async def _read(
         self,
@@ -256,8 +247,8 @@ class NixlMover:
 
     async def _running(self) -> MoverChild:
         """Return the process; start it, once for all callers, if there is none. Raises TransferFailed."""
-        if self._child is not None and not self._child.ended.is_set():
-            return self._child
+        if self.child is not None and not self.child.ended.is_set():
+            return self.child
         return await asyncio.shield(self._begin_start())
 
     def _begin_start(self) -> asyncio.Task[MoverChild]:
@@ -290,7 +281,7 @@ class NixlMover:
             self._refusal = error
             logger.warning("NIXL cannot be used on this host, tcp is used instead: %s", error.message)
         elif error is None:
-            self._child = task.result()
+            self.child = task.result()
 
 
 # Its process
