@@ -20,7 +20,7 @@ from medialane.types.errors import InvalidFeature, ProtocolViolation
 from medialane.types.feature import HeaderFields
 from medialane.types.tensor import MAX_RANK, Embeds
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingPlan
+from medialane.vllm_bridge.engine.embedding_connector import EmbeddingPlan
 from medialane.vllm_bridge.items import features
 from medialane.vllm_bridge.items.arena_tensors import WireItem
 from medialane.vllm_bridge.learned import sent_tensors
