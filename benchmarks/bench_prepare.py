@@ -229,10 +229,10 @@ def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> Gate
 
 
 async def _through_pool(arena: Arena, pool: PreparerPool, number: int, jpeg: bytes) -> None:
-    reservation = arena.reserve(len(jpeg))
+    reservation = arena.reserve(len(jpeg), "encoded")
     reservation.buffer[:] = jpeg
     encoded = EncodedMedia("image", "", "image/jpeg", reservation.range, ENTRY_HEADER_BYTES, len(jpeg))
-    with arena.keep(reservation, encoded) as lease:
+    with arena.publish(reservation, str(number), encoded) as lease:
         (await pool.prepare_item(lease, b"{}", str(number))).release()
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from medialane.arena import Arena, ArenaConfig
 from medialane.transfer import Destination, OpenedEntry
 from medialane.transfer.nixl import NixlMover
-from medialane.types.feature import RemoteEntry
+from medialane.types.feature import Feature, RemoteEntry
+from medialane.types.media import MediaSize
 from waiting import wait_until
 
 FAKE = "fake_nixl:FakeAgent"
@@ -49,20 +51,23 @@ class Host:
             **mover,
         )
         self._owned = []
+        self._keys = count()
 
     async def opened(self, data: bytes) -> OpenedEntry:
         """Return a new entry with this payload, as a reader on another host sees it."""
         with self.arena.reserve(len(data)) as reservation:
             reservation.buffer[:] = data
-            lease = self.arena.keep(reservation, None)
+            key = str(next(self._keys))
+            lease = self.arena.publish(reservation, key, Feature("image", key, b"", (), MediaSize()))
         self._owned.append(lease.release)
         offer = await self.mover.offer(wait=True)
         entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
         return OpenedEntry(entry, {} if offer is None else {"nixl": offer})
 
     def free_last(self) -> None:
-        """End the hold on the last new entry."""
+        """Free the last new entry."""
         self._owned.pop()()
+        self.arena.clear()
 
     def destination(self, num_bytes: int) -> Destination:
         reservation = self.arena.reserve(num_bytes)

@@ -730,13 +730,13 @@ async def test_preparer_killed_during_a_job_fails_only_its_request(arena, prepar
 
 
 async def test_images_larger_than_the_arena_are_rejected(arena, preparers, worker):
-    held = arena.keep(arena.reserve(30 << 20), None)
+    held = arena.reserve(30 << 20)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope(), pytest.raises(ArenaFull) as full:
             await parts.answer(prompt(png(600, 600)))
         assert full.value.status == 503
         assert full.value.retry_after_s
-        held.release()
+        held.abandon()
         with open_scope():
             assert await parts.answer(prompt(png(600, 600)))
 

@@ -24,7 +24,6 @@ from medialane.types.tensor import ALIGNMENT, ArenaRange, align
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 C = TypeVar("C", bound=Cached)
 
 
@@ -214,14 +213,6 @@ class Arena:
                 return False
         reservation.abandon()
         return True
-
-    def keep(self, reservation: Reservation, value: T) -> Lease[T]:
-        """Lease the written entry without caching it: it is freed when its last lease ends."""
-        self._check_open()
-        entry = reservation.take()
-        self._enter(entry, State.PUBLISHED)
-        self._table.keep(entry)
-        return Lease(self._table, entry, value)
 
     @overload
     def lookup(
