@@ -82,7 +82,7 @@ class FakeAgent:
 
 def slow_agent(name: str) -> FakeAgent:
     """Return an agent after 3 s, as on a host where NIXL's libraries are read from a busy disk."""
-    time.sleep(3.0)
+    time.sleep(3.0)  # time: longer than the deadline of a read
     return FakeAgent(name)
 
 
