@@ -58,10 +58,10 @@ class Host:
         with self.arena.reserve(len(data)) as reservation:
             reservation.buffer[:] = data
             key = str(next(self._keys))
-            lease = self.arena.publish(reservation, key, Feature("image", key, b"", (), MediaSize()))
-        self._owned.append(lease.release)
+            pin = self.arena.publish(reservation, key, Feature("image", key, b"", (), MediaSize()))
+        self._owned.append(pin.release)
         offer = await self.mover.offer(wait=True)
-        entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
+        entry = RemoteEntry(pin.range, "processed", "key", "tcp://owner:1", 0, b"")
         return OpenedEntry(entry, {} if offer is None else {"nixl": offer})
 
     def free_last(self) -> None:

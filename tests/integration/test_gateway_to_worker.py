@@ -38,7 +38,7 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
 from medialane.types.media import STAGES, Alias, MediaRef, MediaSize
-from medialane.types.request import ExpandedPrompt, ModelCard, SourcePrompt
+from medialane.types.request import ExpandedPrompt, ModelCard, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor
 from medialane.worker.media import Receiver
 from waiting import eventually, iterations
@@ -322,7 +322,7 @@ async def test_bookkeeping_failure_after_sending_aborts_the_request(arena, prepa
         await eventually(lambda: parts.num_held == 0, timeout_s=2)
 
 
-async def test_client_disconnect_during_preparation_leaves_no_lease(arena, preparers, worker):
+async def test_client_disconnect_during_preparation_leaves_no_pin(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one():
@@ -414,7 +414,7 @@ async def test_closing_the_links_closes_the_connections(arena, preparers, worker
     assert link.client is None
 
 
-async def test_unserialisable_request_leaves_no_lease(arena, preparers, worker):
+async def test_unserialisable_request_leaves_no_pin(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png()))
@@ -434,7 +434,7 @@ async def test_failed_hand_over_falls_back_to_the_next_transfer_path(arena, prep
             assert parts.count("medialane_transfer_fallbacks_total", path=way, reason="handover_failed") == 1
         await eventually(lambda: parts.num_held == 0)
     kinds = [type(r.prompt) for r in seen]
-    assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]
+    assert kinds == [ExpandedPrompt, ExpandedPrompt, UnexpandedPrompt]
     assert bytes_of(arena, seen[2].prompt) == png()
     assert len({r.request_id for r in seen}) == 3
 
@@ -512,7 +512,7 @@ async def test_worker_with_a_different_processor_processes_media_itself(arena, p
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             await parts.answer(prompt(png()))
-    assert isinstance(seen[0].prompt, SourcePrompt)
+    assert isinstance(seen[0].prompt, UnexpandedPrompt)
 
 
 async def test_no_allowed_transfer_path_is_a_clear_error(arena, preparers, make_worker):
@@ -572,7 +572,7 @@ async def test_features_too_large_for_a_message_fall_back_to_the_encoded_image(a
             await parts.answer(prompt(png()))
         with open_scope(), pytest.raises(GenerationFailed):
             await parts.answer(prompt(png(), png()))
-    assert [type(r.prompt) for r in seen] == [SourcePrompt]
+    assert [type(r.prompt) for r in seen] == [UnexpandedPrompt]
 
 
 async def test_truncated_prompt_is_never_processed_by_the_worker(arena, preparers, worker):

@@ -58,7 +58,7 @@ def tenants(tmp_path):
 
 
 class Clients:
-    """Requests, and the names of those that were answered, in that order."""
+    """Requests, and the names of the answered ones, in that order."""
 
     def __init__(self, parts):
         self.parts = parts

@@ -74,7 +74,7 @@ async def other_host(request):
             stack.callback(arena.close)
             store = await stack.enter_async_context(HostStore(arena, None, None, mover=mover))
             yield OtherHost(folder, arena, store, stack)
-            await eventually(lambda: arena.stats().num_leases == 0, "leases end with their requests")
+            await eventually(lambda: arena.stats().num_leases == 0, "pins end with their requests")
         assert arena.stats().num_reservations == 0
     gc.collect()
 

@@ -122,7 +122,7 @@ def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
     groups = _groups(args, tables)
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
-    if len(groups) == 1:  # needs no router
+    if len(groups) == 1:  # needs no name router
         (group,), groups = groups, []
         config, args.model, args.vllm_args = group.config, group.model, list(group.vllm_args)
         if group.gpus:

@@ -276,7 +276,7 @@ async def gateway_at(
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error response; empty if it is none of ours."""
+    """Return the message of an error response; empty if it is not one of ours."""
     try:
         document: Any = msgspec.json.decode(body)
         return str(document["error"]["message"])

@@ -45,9 +45,9 @@ _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
 
 class HostRun(NamedTuple):
     """One run on this host: the folder of its sockets, the hardware that it may use, and what its processes inherit:
-    variables of `environ`, and gateways, or the router before them, the socket `listener`. Store, workers, gateways and
-    router have the `common_flags`. One of several models on the host has a `label`, with which the names of its
-    processes begin; the others have `num_other_engines`."""
+    variables of `environ`, and gateways, or the name router before them, the socket `listener`. Store, workers,
+    gateways and name router have the `common_flags`. One of several models on the host has a `label`, with which the
+    names of its processes begin; the others have `num_other_engines`."""
 
     folder: Path
     hardware: Hardware

@@ -33,8 +33,8 @@ from medialane.gateway.records import (
     request_report,
     with_media,
 )
+from medialane.gateway.request.app_backend import AppBackend
 from medialane.gateway.request.expansions import PromptPrefix
-from medialane.gateway.request.gateway import Gateway
 from medialane.gateway.request.handover_paths import (
     HandoverPath,
     InlineTransport,
@@ -46,7 +46,7 @@ from medialane.gateway.request.handover_paths import (
 from medialane.gateway.request.media import PlainHashes
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
+from medialane.gateway.request.store_items import StoreItems, wave_bytes, wave_size
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 
@@ -57,10 +57,10 @@ __all__ = [
     "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
+    "AppBackend",
     "BoundedServer",
     "Encoders",
     "ExtractedMedia",
-    "Gateway",
     "GatewayConfig",
     "GatewayMetrics",
     "HandoverConfig",
@@ -92,7 +92,7 @@ __all__ = [
     "ServedModels",
     "SharedCounts",
     "ShmTransport",
-    "StoreFeatures",
+    "StoreItems",
     "Transport",
     "Transports",
     "WorkerControl",

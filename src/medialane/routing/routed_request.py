@@ -18,7 +18,7 @@ from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
 from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.slots import RoutingRequest, Slot, SlotTable, WorkerRank
-from medialane.types.errors import Places
+from medialane.types.errors import Permits
 from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.stats import MAX_ITEMS, PendingWork
 
@@ -41,7 +41,7 @@ class RouterState:
     caches: EncoderCaches
     predictions: PredictionMonitor
     sessions: TTLCache[str, WorkerRank]
-    places: Places
+    permits: Permits
     num_unsent: int = 0
 
     def announced(self, slot: Slot, work: PendingWork) -> AnnouncedRequest:
@@ -142,7 +142,7 @@ class RoutedRequest:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._begin(*pending)
-            self._state.places.take(self)
+            self._state.permits.take(self)
         self.is_sent |= is_sent and self.has_begun
         return pending is not None
 
@@ -169,7 +169,7 @@ class RoutedRequest:
             return
         self._is_released = True
         self._pending = None
-        self._state.places.free(self)
+        self._state.permits.free(self)
         self._state.num_unsent += not self.is_sent
         occupied, self._occupied = self._occupied, None
         if occupied is None:

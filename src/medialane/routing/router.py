@@ -24,7 +24,7 @@ from medialane.routing.policies import Policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
 from medialane.routing.slots import RoutingRequest, SlotTable
-from medialane.types.errors import NoWorkerReady, Places
+from medialane.types.errors import NoWorkerReady, Permits
 from medialane.types.kv_blocks import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad
 from medialane.types.stats import PendingWork
@@ -56,7 +56,7 @@ class Router:
             EncoderCaches(),
             PredictionMonitor(self.index.holds, clock=clock),
             TTLCache(config.max_sessions, config.session_ttl_s, clock),
-            Places(clock=clock),
+            Permits(clock=clock),
         )
         self._policy = Policy(
             config.router, costs=state.costs, slots=state.slots, index=state.index, pending=state.pending, seed=seed
@@ -209,7 +209,7 @@ class Router:
         if not self._slots.serving(request):
             return NoWorkerReady("no worker serves this adapter or rank", retry_after_s=5)
         message = "all workers have reached their limit of requests"
-        return NoWorkerReady(message, retry_after_s=self._state.places.promise())
+        return NoWorkerReady(message, retry_after_s=self._state.permits.promise())
 
 
 def _ids(packed: bytes) -> BlockIds:

@@ -10,7 +10,7 @@ one.
 
 The transport of a stage is chosen separately (`gateway.request.handover_paths`). A new stage needs a row in `STAGES`,
 code that provides what it sends (`gateway.request.media`), and, if the worker has to do more than run the engine, code
-for that (`vllm_bridge.engine.source_prompt`).
+for that (`vllm_bridge.engine.unexpanded_prompt`).
 """
 
 from __future__ import annotations

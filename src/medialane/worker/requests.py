@@ -26,7 +26,7 @@ from medialane.types.errors import (
     GenerationFailed,
     InvalidFeature,
     MedialaneError,
-    Places,
+    Permits,
     ProtocolViolation,
     Unavailable,
     WorkerBusy,
@@ -98,7 +98,7 @@ class SessionRequests:
         self._tasks = tasks
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
-        self._places = Places()
+        self._permits = Permits()
         self._stopping = False
         self.payload = IncomingPayload(config.max_frame_bytes)
 
@@ -156,7 +156,7 @@ class SessionRequests:
             raise WorkerDraining("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
-            raise WorkerBusy(message, retry_after_s=self._places.promise())
+            raise WorkerBusy(message, retry_after_s=self._permits.promise())
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:
         self._connection.send(Failed(request_id, to_report(error)))
@@ -166,7 +166,7 @@ class SessionRequests:
     def _start(self, running: _Running) -> None:
         request_id = running.request.request_id
         self._running[request_id] = running
-        self._places.take(request_id)
+        self._permits.take(request_id)
         self._request_ids.add(request_id)
         running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
         running.task.add_done_callback(lambda _: self._ended(running))
@@ -186,8 +186,8 @@ class SessionRequests:
             if not running.finished:
                 raise GenerationFailed("the engine ended the output before it was finished")
         except WorkerBusy as error:  # it had no place, and waits for a running one
-            self._places.withdraw(running.request.request_id)
-            self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._places.promise())))
+            self._permits.withdraw(running.request.request_id)
+            self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._permits.promise())))
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
             self._fail(running, report_of(error, "request"))
         self._released(running)
@@ -217,7 +217,7 @@ class SessionRequests:
         if self._running.get(request_id) is not running:
             return
         del self._running[request_id]
-        self._places.free(request_id)
+        self._permits.free(request_id)
         self._request_ids.discard(request_id)
         self._connection.send(Released(request_id))
         self._on_change()

@@ -21,7 +21,7 @@ LOST = object()
 
 
 class Workers:
-    """Workers that give these answers; LOST are those that are not connected."""
+    """Workers that give these answers; LOST are not connected."""
 
     def __init__(self, *answers):
         self.links = [FakeLink(f"unix:/w{number}", admin_result=answer) for number, answer in enumerate(answers)]

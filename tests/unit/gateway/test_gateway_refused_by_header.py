@@ -63,7 +63,7 @@ class Gateway:
         return sent[0]["status"], code, dict(sent[0]["headers"]), is_read
 
     async def queue(self, *, is_media, number):
-        """Have so many requests wait, of which the engine begins one each second."""
+        """Have so many requests wait; the engine begins one of them each second."""
         body = WITH_URL if is_media else SMALL
         assert (await self.ask(body))[0] == 200
         flow = self.flows[-1]

@@ -11,7 +11,7 @@ from medialane.routing.policies import Choice, Policy
 from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.routed_request import RouterState
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
-from medialane.types.errors import Places
+from medialane.types.errors import Permits
 
 __all__ = [
     "SEQUENCES",
@@ -49,7 +49,7 @@ class RouterParts:
             self.caches,
             self.predictions,
             {},
-            Places(clock=clock),
+            Permits(clock=clock),
         )
 
     def policy(self, name, *, seed=None):

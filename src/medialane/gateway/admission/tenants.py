@@ -26,7 +26,7 @@ from medialane.runtime.private_files import read_private
 from medialane.types.errors import (
     ConcurrencyLimitExceeded,
     MediaOverloaded,
-    Places,
+    Permits,
     RateLimitExceeded,
     StartupFailed,
     retry_after,
@@ -107,7 +107,7 @@ class Tenant:
         self.limits = limits
         self._counts = counts
         self._clock = clock
-        self._places = Places(clock=clock)
+        self._permits = Permits(clock=clock)
         self._is_removed = False
 
     def priority(self, wanted: int) -> int:
@@ -120,13 +120,13 @@ class Tenant:
         self._check_concurrency()
         self._check_rate()
         place = object()
-        self._places.take(place)
+        self._permits.take(place)
         self._count(1)
         try:
             yield
         finally:
             self._count(-1)
-            self._places.free(place)
+            self._permits.free(place)
 
     def remove(self) -> None:
         """The file does not have it any more: requests that run are not counted."""
@@ -140,7 +140,7 @@ class Tenant:
         limit = self.limits.concurrency
         if limit is not None and self._counts.total(self.name) >= limit:
             message = f"this API key has {limit} requests in flight, which is its limit"
-            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._permits.promise())
 
     def _check_rate(self) -> None:
         """The generic cell rate algorithm: the shared value is when the bucket will be full again."""
@@ -232,7 +232,7 @@ class Admission:
     def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._admitted: set[RequestScope] = set()
         self._shares = TenantShares(limit, tenant_share=tenant_share)
-        self._places = Places(clock=clock)
+        self._permits = Permits(clock=clock)
 
     @property
     def num_in_flight(self) -> int:
@@ -247,16 +247,16 @@ class Admission:
         if tenant and self._shares.free_of(tenant) <= 0:
             most = self._shares.most_of(tenant)
             message = f"this API key has {most} requests with media in flight, its share of what the server accepts"
-            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._permits.promise())
         if self._shares.free <= 0:
             message = "too many concurrent requests with media"
-            raise MediaOverloaded(message, retry_after_s=self._places.promise())
+            raise MediaOverloaded(message, retry_after_s=self._permits.promise())
         self._admitted.add(scope)
         self._shares.add(tenant, 1)
-        self._places.take(scope)
+        self._permits.take(scope)
         scope.defer(lambda: self._end(scope, tenant))
 
     def _end(self, scope: RequestScope, tenant: str) -> None:
         self._admitted.discard(scope)
         self._shares.add(tenant, -1)
-        self._places.free(scope)
+        self._permits.free(scope)

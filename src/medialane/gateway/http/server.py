@@ -14,8 +14,8 @@ it is disconnected when it has read nothing for as long as a body may take.
 
 When the server stops, uvicorn would close idle connections at once, on which a request may be under way.
 
-Behind the name router, the server restores the client's address. The router's own header has it, not
-`X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts it, or not, as without a router
+Behind the name router, the server restores the client's address. The name router's own header has it, not
+`X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts it, or not, as without a name router
 (`FORWARDED_ALLOW_IPS`, `access`).
 """
 
@@ -391,8 +391,8 @@ def address_header(scope: Scope) -> tuple[bytes, bytes]:
 
 
 class RestoredClient:
-    """An ASGI app whose requests come from a router, over a socket that only this user reaches: restores what the
-    router has seen of the connection."""
+    """An ASGI app whose requests come from the name router, over a socket that only this user reaches: restores
+    what the name router has seen of the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

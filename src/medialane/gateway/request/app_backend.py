@@ -24,7 +24,7 @@ from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
-from medialane.gateway.request.store_features import StoreFeatures, wave_size
+from medialane.gateway.request.store_items import StoreItems, wave_size
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
@@ -69,15 +69,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Gateway:
-    """Called by vllm_bridge's app up to twice per request: `prepare` for media, `generate` for generation."""
+class AppBackend:
+    """What vLLM's app calls (`vllm_bridge.frontend.request_backend`), up to twice per request: `prepare` for media,
+    `generate` for generation."""
 
     def __init__(
         self,
         *,
         config: GatewayConfig,
         transports: Transports,
-        features: StoreFeatures,
+        store_items: StoreItems,
         assembler: Assembler,
         workers: WorkerPool,
         router: Router,
@@ -91,7 +92,7 @@ class Gateway:
         priority (vLLM's --scheduling-policy). The hashes of prompts are computed by `plain`, if it is given."""
         self._config = config
         self._transports = transports
-        self._features = features
+        self._store_items = store_items
         self._assembly = Assembly(assembler)
         self._has_features = config.stage in ("auto", BEST_STAGE)
         self._accepts_item_options = assembler.accepts_item_options
@@ -107,14 +108,14 @@ class Gateway:
                 config,
                 router,
                 metrics,
-                preparers=lambda: features.preparers,
+                preparers=lambda: store_items.preparers,
                 counts=counts,
                 has_priorities=has_priorities,
             )
         self._runner = RequestRunner(
             config=config,
             transports=transports,
-            features=features,
+            store_items=store_items,
             workers=workers,
             routes=self.routes,
             metrics=metrics,
@@ -139,7 +140,7 @@ class Gateway:
     async def by_uuid(self, url: str) -> MediaRef:
         scope = current_scope()
         self._admission.admit(scope)
-        return await self._features.resolve(scope.resolve(url))
+        return await self._store_items.resolve(scope.resolve(url))
 
     def admit(self, scope: RequestScope) -> None:
         """Count a request with media until its scope ends. Raises MediaOverloaded."""
@@ -173,7 +174,7 @@ class Gateway:
         return await self._hashed(prompt, describes=True)
 
     def tensors(self, feature: Feature) -> list[memoryview]:
-        return self._features.tensors(feature)
+        return self._store_items.tensors(feature)
 
     @asynccontextmanager
     async def sending(self, num_bytes: int) -> AsyncGenerator[None]:
@@ -191,7 +192,7 @@ class Gateway:
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
         scope, options = current_scope(), prepared.source.options
         for ref in prepared.source.items:
-            await self._features.refer(ref, options, scope.timeline, ImageBudget(self._assembly, options))
+            await self._store_items.refer(ref, options, scope.timeline, ImageBudget(self._assembly, options))
         return [f"{FEATURE_SCHEME}{placed.feature.mm_hash}" for placed in prepared.features]
 
     @while_connected
@@ -213,7 +214,7 @@ class Gateway:
         scope = self._admitted()
         self._check_stage(ref)
         with scope.record.finding(ref) as timeline:
-            found = await self._features.put(ref, item, timeline)
+            found = await self._store_items.put(ref, item, timeline)
         keep(found, scope)
         return found
 
@@ -224,7 +225,7 @@ class Gateway:
         """Return the prompt of these items, each at its range, which says only where its placeholder is. Raises
         InvalidRequest unless the prompt has the placeholders of the items there."""
         source, scope = MediaPrompt(token_ids, tuple(item.ref for item in items)), self._admitted()
-        media = RequestMedia(source, self._features, scope, self._assembly, encoder=self._encoder)
+        media = RequestMedia(source, self._store_items, scope, self._assembly, encoder=self._encoder)
         media.have(BEST_STAGE, items)
         features = tuple(item.feature for item in items)
         try:
@@ -246,7 +247,7 @@ class Gateway:
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.preparation)
         with scope.record.finding(ref) as timeline:
-            item = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+            item = await self._store_items.processed(named, b"{}", timeline, budget, encoder=encoder)
         keep(item, scope)
         return item
 
@@ -276,7 +277,7 @@ class Gateway:
         self._admission.admit(scope)
         if self._plain is None:
             return await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
-        media = RequestMedia(prompt, self._features, scope, self._assembly)
+        media = RequestMedia(prompt, self._store_items, scope, self._assembly)
         prompt, fetched = await self._plain.fetched(media)
         prepared = await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
         return await self._plain.named(prepared, media, fetched)
@@ -292,7 +293,7 @@ class Gateway:
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
         encoder = "" if with_tensors else self._encoder
-        media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
+        media = RequestMedia(prompt, self._store_items, scope, self._assembly, encoder=encoder)
         try:
             return await self._prepared(prompt, stage, media, scope, describes=describes and stage.is_processed)
         except PromptTooLong as error:
@@ -330,14 +331,15 @@ class Gateway:
         scope = current_scope()
         self._admission.admit(scope)
         ref = msgspec.structs.replace(scope.resolve(url), io=audio_io(sample_rate))
-        (item,) = await RequestMedia(MediaPrompt([], (ref,)), self._features, scope, self._assembly).in_stage("decoded")
+        media = RequestMedia(MediaPrompt([], (ref,)), self._store_items, scope, self._assembly)
+        (item,) = await media.in_stage("decoded")
         _charge(scope, wave_size(item.feature.size.num_samples))
-        return await self._features.wave(self._features.samples(item.feature), sample_rate)
+        return await self._store_items.wave(self._store_items.samples(item.feature), sample_rate)
 
     async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
         scope = current_scope()
         _charge(scope, wave_size(samples.size))
-        data = await self._features.wave(samples, sample_rate)
+        data = await self._store_items.wave(samples, sample_rate)
         return msgspec.structs.replace(scope.extracted.refs[0], data=data)
 
     @while_connected
@@ -348,9 +350,9 @@ class Gateway:
         refs = scope.extracted.refs
         if not refs or any(ref.modality != "image" or ref.is_embeds or ref.is_feature for ref in refs):
             raise InvalidRequest("the request must have images, and no other media", param="messages")
-        resolved = MediaPrompt([], tuple([await self._features.resolve(ref) for ref in refs]))
-        items = await RequestMedia(resolved, self._features, scope, self._assembly).in_stage("decoded")
-        images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
+        resolved = MediaPrompt([], tuple([await self._store_items.resolve(ref) for ref in refs]))
+        items = await RequestMedia(resolved, self._store_items, scope, self._assembly).in_stage("decoded")
+        images = [await self._store_items.publish(item.feature.tensors[0].range) for item in items]
         return b'{"images":[%b]}' % b",".join(images)
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:

@@ -1,4 +1,4 @@
-"""Reservations and leases: each ends exactly once, with a warning if it did not."""
+"""Reservations and pins: each ends exactly once, with a warning if it did not."""
 
 import gc
 import warnings
@@ -24,7 +24,7 @@ def reservation(arena):
     made.abandon()
 
 
-def leased(arena, reservation):
+def pinned(arena, reservation):
     return arena.publish(reservation, "key", Feature("image", "key", b"", (), MediaSize()))
 
 
@@ -51,37 +51,37 @@ def test_with_block_abandons_an_unpublished_reservation(arena, reservation):
 
 def test_with_block_leaves_a_taken_over_reservation_alone(arena, reservation):
     with reservation:
-        lease = leased(arena, reservation)
+        pin = pinned(arena, reservation)
     assert arena.stats().num_leases == 1
-    lease.release()
+    pin.release()
 
 
 def test_reservation_is_taken_over_once(arena, reservation):
-    lease = leased(arena, reservation)
+    pin = pinned(arena, reservation)
     with pytest.raises(RuntimeError, match="has ended"):
-        leased(arena, reservation)
-    lease.release()
+        pinned(arena, reservation)
+    pin.release()
 
 
 def test_abandoned_reservation_cannot_be_taken_over(arena, reservation):
     reservation.abandon()
     with pytest.raises(RuntimeError, match="has ended"):
-        leased(arena, reservation)
+        pinned(arena, reservation)
 
 
 def test_second_release_is_an_error_and_frees_nothing(arena, reservation):
-    lease = leased(arena, reservation)
-    other = lease.duplicate()
-    lease.release()
-    assert "released" in repr(lease)
+    pin = pinned(arena, reservation)
+    other = pin.duplicate()
+    pin.release()
+    assert "released" in repr(pin)
     with pytest.raises(RuntimeError, match="already released"):
-        lease.release()
+        pin.release()
     assert arena.stats().num_leases == 1
     other.release()
 
 
 def test_duplicate_lease_pins_the_entry_independently(arena, reservation):
-    first = leased(arena, reservation)
+    first = pinned(arena, reservation)
     second = first.duplicate()
     assert (second.value, second.range) == (first.value, first.range)
     first.release()
@@ -93,16 +93,16 @@ def test_duplicate_lease_pins_the_entry_independently(arena, reservation):
 
 
 def test_lease_ends_with_its_with_block_even_on_error(arena, reservation):
-    lease = leased(arena, reservation)
-    with pytest.raises(KeyError), lease:
+    pin = pinned(arena, reservation)
+    with pytest.raises(KeyError), pin:
         raise KeyError
-    assert "released" in repr(lease)
+    assert "released" in repr(pin)
 
 
 def test_dropped_lease_warns_and_keeps_its_pin(arena, reservation):
-    lease = leased(arena, reservation)
+    pin = pinned(arena, reservation)
     with pytest.warns(ResourceWarning, match="dropped unreleased"):
-        del lease
+        del pin
     assert arena.stats().num_leases == 1
 
 
@@ -113,9 +113,9 @@ def test_dropped_reservation_warns_and_keeps_its_range(arena):
 
 
 def test_ended_lease_is_dropped_without_warning(arena, reservation):
-    lease = leased(arena, reservation)
-    lease.release()
+    pin = pinned(arena, reservation)
+    pin.release()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        del lease
+        del pin
         gc.collect()
