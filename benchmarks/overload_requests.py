@@ -103,6 +103,12 @@ class Answers:
         return max([stream.began_s - self.began_s for stream in self.refused], default=0.0)
 
     @property
+    def tokens_served(self) -> int:
+        """The prompts' tokens of what was answered, of those with media twice, as gateways share them out."""
+        pairs = zip(self.kinds, self.streams, strict=True)
+        return sum(stream.num_prompt_tokens * (1 if kind == "text" else 2) for kind, stream in pairs if stream.arrivals)
+
+    @property
     def work_s(self) -> float:
         """The seconds of engine time of what was answered."""
         return sum(WORK_S[kind] for kind, stream in zip(self.kinds, self.streams, strict=True) if stream.arrivals)

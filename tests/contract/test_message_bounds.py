@@ -9,7 +9,7 @@ import msgspec.inspect as inspect
 import pytest
 
 import medialane
-from medialane.cluster import warm
+from medialane.cluster import child_process
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
 from medialane.transfer import peer_connection as peers
@@ -29,8 +29,8 @@ from medialane.wire import protocol as rpc
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
-    "ForkRequest": warm.ForkRequest,
-    "ForkStart": warm.ForkStart,
+    "ForkRequest": child_process.ForkRequest,
+    "ForkStart": child_process.ForkStart,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
     "JobRequest": preparers.JobRequest,

@@ -122,7 +122,7 @@ async def host(folder: Path) -> int:
 def store(folder: Path) -> int:
     import poison
     from medialane.cli import store as command
-    from medialane.cli.reloading import Reloading
+    from medialane.cli.settings import Reloading
 
     poison.install()
     command.PROCESSOR_FACTORY = "gates:build_processor"

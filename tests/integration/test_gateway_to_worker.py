@@ -17,7 +17,9 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from audio_maker import by_libsndfile, tones
-from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, InlineTransport, open_scope, request_report
+from medialane.gateway import GatewayConfig, HandoverConfig, InlineTransport, open_scope
+from medialane.gateway.intake import ExtractedMedia
+from medialane.gateway.records import request_report
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.types.errors import (
     ArenaFull,

@@ -14,7 +14,9 @@ from host_store import HostStore
 from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, open_scope, request_report
+from medialane.gateway import GatewayConfig, HandoverConfig, open_scope
+from medialane.gateway.intake import ExtractedMedia
+from medialane.gateway.records import request_report
 from medialane.store import StoreGrants
 from medialane.transfer import StillWriting
 from waiting import eventually

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gateway_parts import Parts, png
 
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.intake import extract
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway.intake import ExtractedMedia, extract
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import InvalidImage, UnknownMediaUuid, UuidConflict

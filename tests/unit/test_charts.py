@@ -22,7 +22,7 @@ import yaml
 import metric_reference
 from medialane import __version__
 from medialane.cli import COMMANDS, parse_words
-from medialane.cli.flags import given_settings
+from medialane.cli.settings import given_settings
 from medialane.config import load_config
 from medialane.wire import RpcConfig, Security, parse_named, parse_tcp
 

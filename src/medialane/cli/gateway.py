@@ -20,8 +20,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
-from medialane.cli.reloading import RELOAD, Reloading, reloaded_by_hangup
 from medialane.cli.serving import EssentialTasks, http_listener, tune_process, unless_set
+from medialane.cli.settings import RELOAD, Reloading, reloaded_by_hangup
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import process_environ
 from medialane.gateway import (
@@ -59,7 +59,7 @@ from medialane.gateway import (
     no_others,
 )
 from medialane.gateway.intake import warm_up
-from medialane.gateway.workers.join_server import JoinServer
+from medialane.gateway.workers.pool import JoinServer
 from medialane.observability.collectors import (
     Memory,
     exit_metrics,
@@ -70,7 +70,6 @@ from medialane.observability.collectors import (
     wait_metrics,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.tracing import Tracing
 from medialane.observability.worker_metrics import engine_metrics
 from medialane.routing import Router
 from medialane.routing.cost import EncodeCosts
@@ -500,9 +499,9 @@ def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack
     """Return what traces requests, if vLLM's flag has an endpoint for that. Raises StartupFailed."""
     if (endpoint := flag_value(vllm_args, TRACES_ENDPOINT)) is None:
         return None
-    tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
+    tracing = RequestTracing(endpoint, process_environ(), model=frontend.model_name)
     stack.push_async_callback(tracing.close)
-    return RequestTracing(tracing, frontend.model_name)
+    return tracing
 
 
 def _counts(addresses: GatewayAddresses) -> SharedCounts:

@@ -19,14 +19,20 @@ from typing import get_args
 import msgspec
 
 from medialane.arena import reap
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
-from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup
+from medialane.cli.settings import (
+    PROTECTION,
+    Reloading,
+    add_settings,
+    given_settings,
+    hangup_means_reload,
+    reloaded_by_hangup,
+)
 from medialane.cluster import Observer, Supervisor, local, model_groups
+from medialane.cluster.child_process import LogFolder
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
-from medialane.cluster.process_log import LogFolder
 from medialane.cluster.ray import (
     Nodes,
     RemoteSpec,

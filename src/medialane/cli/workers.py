@@ -18,8 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.config import ServerConfig, load_config
-from medialane.gateway import admin_key
-from medialane.gateway.administration import WorkerInfo
+from medialane.gateway import WorkerInfo, admin_key
 from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.cluster.child_process import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists
+from medialane.cluster.child_process import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists, WarmProcess
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import (
@@ -22,7 +22,6 @@ from medialane.cluster.vllm_flags import (
     ranks_per_worker,
     warm_flags,
 )
-from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder

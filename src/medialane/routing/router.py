@@ -21,8 +21,13 @@ from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Policy
-from medialane.routing.prediction import PredictionCounts, PredictionMonitor
-from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
+from medialane.routing.routed_request import (
+    AnnouncedRequest,
+    PredictionCounts,
+    PredictionMonitor,
+    RoutedRequest,
+    RouterState,
+)
 from medialane.routing.slots import RoutingRequest, SlotTable
 from medialane.types.errors import NoWorkerReady, Permits
 from medialane.types.kv_blocks import BlockIds, KvChange

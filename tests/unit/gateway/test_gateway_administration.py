@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.gateway import WorkerPool
-from medialane.gateway.administration import MAX_NAMED, administer
+from medialane.gateway.request.app_backend import MAX_NAMED, administer
 from medialane.testing.fake_worker import FakeLink
 from medialane.types.admin import (
     AddLora,

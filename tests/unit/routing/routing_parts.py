@@ -8,8 +8,7 @@ from medialane.routing.block_index import PendingBlocks, longest
 from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
 from medialane.routing.policies import Choice, Policy
-from medialane.routing.prediction import Prediction, PredictionMonitor
-from medialane.routing.routed_request import RouterState
+from medialane.routing.routed_request import Prediction, PredictionMonitor, RouterState
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
 from medialane.types.errors import Permits
 

@@ -26,9 +26,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from medialane.gateway.http.access import STATE_PATH
-from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.http.responses import NO_STORE, send_response
+from medialane.gateway.workers.pool import Health
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable
 from medialane.wire.listener import has_listener

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -12,12 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.gateway.administration import administer
 from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
-from medialane.gateway.intake.references import FEATURE_SCHEME
+from medialane.gateway.intake.places import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
 from medialane.gateway.request.handover_paths import Transports
 from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
@@ -25,18 +25,22 @@ from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_items import StoreItems, wave_size
+from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem
-from medialane.types.admin import AdminCall, AdminResult
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
 from medialane.types.errors import (
+    AdminCallIncomplete,
     ClientDisconnected,
     ClientTooSlow,
     FeatureUnsupported,
     InvalidFeature,
     InvalidRequest,
     MedialaneError,
+    NoWorkerReady,
     PromptTooLong,
     UnknownMedia,
 )
@@ -67,6 +71,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+#: Workers that an error names; the others are in the log.
+MAX_NAMED = 8
 
 
 class AppBackend:
@@ -356,7 +363,7 @@ class AppBackend:
         return b'{"images":[%b]}' % b",".join(images)
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""
+        """Execute `call` in every worker's engine. Raises what the function `administer` raises."""
         return await administer(self._workers, call, timeout_s=self._config.admin_timeout_s)
 
     def waits(self) -> WaitStats:
@@ -404,3 +411,56 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
+
+
+async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) -> list[AdminResult]:
+    """Execute `call` at every worker and return their results, in the configured order of the workers. What it does to
+    caches is reported by the workers, to all their gateways.
+
+    Raises the workers' InvalidRequest if all reject the call with the same error, AdminCallIncomplete naming the
+    workers that have not executed it (lost workers included), NoWorkerReady if no worker can load an adapter.
+    """
+    links = _called_links(workers, call)
+    if changes_encoder(call):
+        call = msgspec.structs.replace(call, salt=secrets.token_hex(16))
+    results = await gather_or_cancel([_admin_result(link, call, timeout_s) for link in links])
+    failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
+    if failed:
+        for link, error in failed.items():
+            logger.warning("%s at worker %s: %s", type(call).__name__, link.name, error.message)
+        raise _admin_error(failed, links)
+    return [result for result in results if not isinstance(result, MedialaneError)]
+
+
+def _called_links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
+    """Return all workers; for adapters, the connected ones: others have none, and load one with the first request that
+    names it."""
+    links = workers.of_role("worker")
+    if isinstance(call, AddLora | UnloadLora):
+        links = [link for link in links if link.client is not None]
+    if not links:
+        raise NoWorkerReady("no worker is ready", retry_after_s=5)
+    if concerns_encoders(call):
+        links += [link for link in workers.of_role("encoder") if link.client is not None]
+    return links
+
+
+async def _admin_result(link: WorkerLink, call: AdminCall, timeout_s: float) -> AdminResult | MedialaneError:
+    client = link.client
+    if client is None:
+        return NoWorkerReady("not connected")
+    try:
+        return await client.calls.administer(call, timeout_s)
+    except MedialaneError as error:
+        return error
+
+
+def _admin_error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerLink]) -> MedialaneError:
+    first = next(iter(failed.values()))
+    same = all(type(error) is type(first) and error.message == first.message for error in failed.values())
+    if same and len(failed) == len(called) and isinstance(first, InvalidRequest):
+        return first
+    named = [f"{link.name} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
+    more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
+    done = len(called) - len(failed)
+    return AdminCallIncomplete(f"{done} of {len(called)} workers executed the call; failed: {'; '.join(named)}{more}")

@@ -365,8 +365,8 @@ class RequestRunner:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
         if call.ticket is not None:
             call.ticket.sent()
-        if call.scope.arrival is not None:
-            call.scope.arrival.sent()
+        if self._queues is not None:
+            self._queues.sent(call.scope)
         call.scope.record.sending(call.route.routed.decision, call.paths[0], is_sent=is_sent)
 
     @while_connected
@@ -481,8 +481,8 @@ class Attempts:
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
-        if call.scope.arrival is not None and (first.times is not None or not first.finished):
-            call.scope.arrival.flow.answered(first_at - self._sent_at)
+        if call.scope.flow is not None and (first.times is not None or not first.finished):
+            call.scope.flow.answered(first_at - self._sent_at)
         outcomes = self._runner.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
