@@ -1,7 +1,7 @@
 """The workers and encoders of this gateway, one link each (`WorkerPool`); the socket on which they join (`JoinServer`),
 and the gateway's health, as far as they decide it (`health_of`).
 
-The link of a worker that has joined exists from its first Join until some time after its loss: so long it is reported
+The link of a worker that has joined exists from its first Join until some time after its loss, in which it is reported
 as lost. If such a worker reconnects, it replaces a connection whose loss this side has not noticed yet.
 """
 
