@@ -139,7 +139,6 @@ class Router:
         """Update the worker's load, as reported by it."""
         changed = self._slots[slot]
         changed.load = load
-        changed.unreported_ms = 0.0
         self._slots.update(changed)
 
     def change(self, slot: int, change: KvChange) -> None:

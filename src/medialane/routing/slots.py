@@ -44,9 +44,8 @@ _BATCH_TOKENS: Final = 2048
 class Slot:
     """One rank of one worker: its reported state, and the requests sent from here that have not ended. Requests that
     another gateway has announced (`num_announced`) are among `num_in_flight` and `num_queued` until their first token.
-    `unreported_ms` is the work of requests that came since the last report of its load, `wait_s` how long the last one
-    that has begun had waited in its engine. `parts` are the terms of its base cost (ms): queue, running sequences, KV
-    pressure."""
+    `wait_s` is how long the last one that has begun had waited in its engine. `parts` are the terms of its base cost
+    (ms): queue, running sequences, KV pressure."""
 
     number: int
     place: WorkerRank
@@ -59,7 +58,6 @@ class Slot:
     num_queued: int = 0
     num_announced: int = 0
     queued_ms: float = 0.0
-    unreported_ms: float = 0.0
     wait_s: float = 0.0
     parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -208,7 +206,6 @@ class SlotTable:
         slot.num_announced += announced
         slot.num_queued += 1
         slot.queued_ms += work_ms
-        slot.unreported_ms += work_ms
         self._request_ms += _NEWEST * (work_ms - self._request_ms)
         self.update(slot)
 
@@ -238,10 +235,11 @@ class SlotTable:
         table[BASE_COST, number] = queue + running + kv_pressure
 
     def has_room(self, slot: Slot) -> bool:
-        """Return whether nothing waits in the slot's engine, as it was last reported, and what was sent there since is
-        less than a step: so the engine has work until the next report."""
+        """Return whether nothing waits in the slot's engine, as it was last reported, and what is to be prefilled there
+        is one request, or less than its next two steps: so it always has work, and the rest can still be reordered."""
         batch_ms = slot.num_batch_tokens * self._config.prefill_ms_per_token
-        return not slot.num_above and not slot.load.num_waiting and slot.unreported_ms < batch_ms
+        is_short = slot.num_queued <= 1 or slot.queued_ms < 2 * batch_ms
+        return is_short and not slot.num_above and not slot.load.num_waiting
 
     def queue_ms(self, slot: Slot) -> float:
         """Return the expected time to work off the queue: our and announced requests by their own work, others by the
