@@ -1,16 +1,16 @@
 """`medialane bench handover`: time from 'entry ready' to 'tensor view usable in the EngineCore process'.
 
 medialane: three processes, two hops, and the store, a fourth. The feature is in the arena, the gateway holds it, and
-the prompt is prepared; then `Gateway.generate` (route, hand-over, Submit over the RPC's unix socket), the `Worker`
+the prompt is prepared; then `AppBackend.generate` (route, hand-over, Submit over the RPC's unix socket), the `Worker`
 (holds the feature at the store, checks descriptors, builds views, decodes the item), vLLM's encoder with our consumer,
 EngineCore's IPC socket, EngineCore's input thread with our decoder; finally the first and last element are read. vLLM:
 two processes, one hop. The processed tensors are in the front end's heap, where vLLM's processor leaves them; then
 vLLM's encoder and the same socket and thread, with `direct_rpc` (bytes through the socket) or `torch_shm` (moved into
 torch's shared memory). The time to bring the tensors to that heap is not counted, in vLLM's favour. `no feature` is the
-same hop for a text request: a lower bound for all transfer paths. Not included in any: tokenising, a worker's feature
+same hop for a text request: a lower bound for all hand-over paths. Not included in any: tokenising, a worker's feature
 checks (`checks`, measured separately), the scheduler, the model.
 
-The prompt has the same number of tokens at every size: longer prompts cost the same with every transfer path.
+The prompt has the same number of tokens at every size: longer prompts cost the same with every hand-over path.
 `answered` includes the response to the sender. `read all` is the time that EngineCore then takes to read every byte
 once, with page tables as for an entry that it has not seen before: the page faults of a mapping are counted here.
 """
@@ -38,7 +38,7 @@ from harness import Bar, Options, Report, median, percentile
 from local_store import store_link
 from medialane.arena import ArenaConfig
 from medialane.config import process_environ
-from medialane.gateway import Gateway, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.gateway import AppBackend, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
 from medialane.observability import Metrics
 from medialane.routing import Router
 from medialane.store import HoldPasser, StoreEntries, StoreLink
@@ -55,15 +55,14 @@ from medialane.types.feature import (
     PreparedPrompt,
     StagedItem,
 )
-from medialane.types.media import Image, MediaRef
+from medialane.types.media import Image, MediaRef, StageName
 from medialane.types.request import EngineRequest, ExpandedPrompt
-from medialane.types.stage import StageName
 from medialane.vllm_bridge.items import VllmProcessor, decode_item
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args
 from medialane.wire import Hello, RpcConfig
 
-ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
+ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two hand-over paths"
 
 OURS, PEERS = "medialane", ("direct_rpc", "torch_shm")
 #: The unexpanded placeholder of one image in the tiny model's vocabulary.
@@ -80,7 +79,7 @@ ANSWER_S = 30.0
 
 @dataclass
 class Times:
-    """One transfer path at one size, in milliseconds."""
+    """One hand-over path at one size, in milliseconds."""
 
     usable: list[float] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)
@@ -152,8 +151,8 @@ async def _measure(
             gateway.close()
 
 
-def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, Gateway]:
-    """The gateway with its own components, except those that create features."""
+def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, AppBackend]:
+    """The gateway with its own components, except what creates features."""
     metrics = Metrics(CollectorRegistry())
     link = WorkerLink(
         addresses.worker,
@@ -165,10 +164,10 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
     )
     workers = WorkerPool([link])
     nothing: Any = None
-    gateway = Gateway(
+    gateway = AppBackend(
         config=GatewayConfig(stage="features"),
         transports=Transports([ShmTransport(HoldPasser(store, retention_s=0))]),
-        features=nothing,
+        store_items=nothing,
         assembler=FakeAssembler(),
         workers=workers,
         router=Router(),
@@ -178,10 +177,10 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
 
 
 class Hop:
-    """Sends one feature at a time over each transfer path, and records the times."""
+    """Sends one feature at a time over each hand-over path, and records the times."""
 
     def __init__(
-        self, gateway: Gateway, held: Mapping[str, tuple[Feature, Hold]], requests: Connection, seen: Connection
+        self, gateway: AppBackend, held: Mapping[str, tuple[Feature, Hold]], requests: Connection, seen: Connection
     ) -> None:
         self.times = {(size, way): Times() for size in ends.SIZES for way in (OURS, *PEERS)}
         self.bare = Times()
@@ -255,7 +254,7 @@ class FoundMedia:
         return False
 
 
-async def _send_ours(gateway: Gateway, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:
+async def _send_ours(gateway: AppBackend, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:
     """Send one request from its prepared prompt on; return (started, answered) in ns."""
     ids = ends.token_ids()
     placed = PlacedFeature(feature, PlaceholderRange(*ends.PLACEHOLDER))

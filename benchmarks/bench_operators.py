@@ -17,14 +17,13 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from harness import Bar, Options, Report
-from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
+from medialane.gateway import GatewayConfig, HandoverPath, InlineTransport, WorkerLink, WorkerPool
 from medialane.gateway.operators import GatewayView, own_part, whole_state
 from medialane.gateway.records import RecentRequests, RequestRecord, log_end
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
 from medialane.types.feature import Feature, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import Endpoint, OutputDelta, RoutingDecision, WorkerLoad
-from medialane.types.stage import STAGES
 from medialane.wire import Hello, RpcConfig
 
 ABOUT = "CPU time of a gateway for records of requests, their lines in the log, and an open page with 1000 workers"
@@ -36,7 +35,7 @@ _REFS = (
     MediaRef("image", "messages[0].content[0].image_url.url", data=b"1" * 1000),
     MediaRef("image", "messages[0].content[1].image_url.url", url="https://images.example.org/a/photo.jpg"),
 )
-_PATH = TransferPath(STAGES["features"], InlineTransport(lambda _: memoryview(b""), 0))
+_PATH = HandoverPath(STAGES["features"], InlineTransport(lambda _: memoryview(b""), 0))
 
 
 def run(options: Options) -> Report:

@@ -2,11 +2,11 @@
 
 Ours, for 1, 2, ... preparers: `PreparerPool.prepare_item`, after copying the bytes into the arena, with enough
 concurrency to keep the preparers busy; a preparer decodes, runs vLLM's processor and writes to the arena. `whole
-gateway` is `Gateway.prepare` with all other components, and a store in the same process, over its socket; like vLLM's
-renderer it hashes the bytes and expands placeholders, so it is the one that is compared. Theirs: vLLM's own chain in
-one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`), one request after the other, with one torch thread and
-with vLLM's default: the faster one is compared with one preparer. For comparison with more preparers, one process on
-all cores: `all threads` of torch, and requests `at once` through `render_cmpl_async`.
+gateway` is `AppBackend.prepare` with all other components, and a store in the same process, over its socket; like
+vLLM's renderer it hashes the bytes and expands placeholders, so it is the one that is compared. Theirs: vLLM's own
+chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`), one request after the other, with one torch
+thread and with vLLM's default: the faster one is compared with one preparer. For comparison with more preparers, one
+process on all cores: `all threads` of torch, and requests `at once` through `render_cmpl_async`.
 
 All images are distinct within a turn, and dropped after it. Turns alternate, medians count. `CPU ms` is the CPU time
 per image of all processes involved; `others` is the share of the cores that the rest of the machine used in the
@@ -44,7 +44,7 @@ from local_store import host_store, store_link
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.config import process_environ
-from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, Transports, WorkerPool, open_scope
+from medialane.gateway import AppBackend, GatewayConfig, StoreItems, Transports, WorkerPool, open_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
@@ -214,13 +214,13 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
         await pool.close()
 
 
-def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> Gateway:
+def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> AppBackend:
     """The gateway with its own components, except those after preparation."""
-    features = StoreFeatures(link, processor_digest="", fairness=fairness, media=MediaConfig())
-    return Gateway(
+    store_items = StoreItems(link, processor_digest="", fairness=fairness, media=MediaConfig())
+    return AppBackend(
         config=GatewayConfig(stage="features"),
         transports=Transports([]),
-        features=features,
+        store_items=store_items,
         assembler=VllmAssembler(processor),
         workers=WorkerPool([]),
         router=Router(),
@@ -229,14 +229,14 @@ def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> Gate
 
 
 async def _through_pool(arena: Arena, pool: PreparerPool, number: int, jpeg: bytes) -> None:
-    reservation = arena.reserve(len(jpeg))
+    reservation = arena.reserve(len(jpeg), "encoded")
     reservation.buffer[:] = jpeg
     encoded = EncodedMedia("image", "", "image/jpeg", reservation.range, ENTRY_HEADER_BYTES, len(jpeg))
-    with arena.keep(reservation, encoded) as lease:
-        (await pool.prepare_item(lease, b"{}", str(number))).release()
+    with arena.publish(reservation, str(number), encoded) as pin:
+        (await pool.prepare_item(pin, b"{}", str(number))).release()
 
 
-async def _through_gateway(gateway: Gateway, _number: int, jpeg: bytes) -> None:
+async def _through_gateway(gateway: AppBackend, _number: int, jpeg: bytes) -> None:
     with open_scope():
         ref = MediaRef("image", "messages[0].content[0].image_url", data=jpeg)
         await gateway.prepare(MediaPrompt([1, *PROMPT, 2], (ref,)))

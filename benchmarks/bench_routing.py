@@ -12,7 +12,7 @@ that has it.
 `one request at a time` is a case in which nothing waits, so that only the cost of evictions spreads requests: documents
 or chats with one system prompt in common, which fit in the caches of all workers together but not in one.
 
-Several gateways are compared with one: each knows its own requests at once, and those of the others from what the
+Several gateways are compared with one: each knows its own requests at once, and the others' requests from what the
 workers report. Each request reaches any of them (`by requests`), or a session's requests all reach one (`by sessions`).
 """
 
@@ -30,7 +30,7 @@ import harness
 from medialane.routing import RoutingConfig
 from medialane.routing.config import PolicyName
 from medialane.testing.simulated.sequence import answer_of
-from medialane.types.block_hash import prompt_block_ids
+from medialane.types.kv_blocks import prompt_block_ids
 from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import PacedTrace, SessionTrace, Turn, paced_turns, session_turns
 

@@ -1,7 +1,7 @@
 """Checks that apply to every test (no leaked resources), and the tiny model.
 
 * A test that leaves an asyncio task running, an arena file open, mapped or abandoned, or another scheduling policy,
-  fails; a unit test or one of a seam also if it leaves a descriptor open.
+  fails; a unit test also if it leaves a descriptor open.
 * Unit tests run their loop in debug mode: a callback that blocks the loop fails the test. The limit is far above
   the 10 ms that the product allows itself, because a busy test machine alone takes a process off the CPU for that long;
   `medialane bench loop` measures the 10 ms. Of the stack that debug mode keeps of each callback, task and future, only
@@ -91,7 +91,7 @@ async def resolve_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def arena():
-    """Of 16 MiB. A test that leaves a lease or a reservation fails."""
+    """Of 16 MiB. A test that leaves a pin or a reservation fails."""
     with checked_arena() as arena:
         yield arena
 

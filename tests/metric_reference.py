@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from medialane.gateway.models import up_page
 from medialane.observability import (
     Metrics,
-    StageTimeline,
+    RequestTimeline,
     exit_metrics,
     prediction_metrics,
     queue_metrics,
@@ -53,13 +53,13 @@ def _store() -> StoreStats:
 
 
 def _count_all(metrics: Metrics) -> None:
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     timeline.add("decode", 1.0)
     timeline.num_hits = 1
     metrics.observe(timeline)
     metrics.request_errors.labels("code").inc()
     metrics.refused_requests.labels("tenant", "code").inc()
-    metrics.transfer_fallbacks.labels("path", "code").inc()
+    metrics.handover_fallbacks.labels("path", "code").inc()
     metrics.copied_requests.labels("tcp").inc()
     metrics.migrations.labels("code", "outcome").inc()
     metrics.worker_losses.labels("w").inc()
@@ -85,7 +85,7 @@ def _watch_all(metrics: Metrics) -> None:
 
 
 def _of_worker() -> list[Metric]:
-    """Those of a worker's own port that a gateway does not have."""
+    """Series of a worker's own port that a gateway does not have."""
 
     async def no_store() -> None:
         return None

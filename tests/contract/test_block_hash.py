@@ -17,9 +17,8 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.feature import MediaSpan
-from medialane.types.kv_events import BlockStored
+from medialane.types.kv_blocks import BlockStored, prompt_block_ids, stored_block_ids
 
 BLOCK = 8
 HASH = get_hash_fn_by_name("sha256_cbor")
@@ -68,7 +67,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return kv_cache_utils.get_request_block_hasher(BLOCK, HASH)(self.vllm_request())
 
     def extra_keys(self, first, stop):
-        """As `BlockPool` makes those of an event: iteration over the items starts again."""
+        """As `BlockPool` makes the blocks of an event: iteration over the items starts again."""
         request, item, found = self.vllm_request(), 0, []
         for block in range(first, stop):
             keys, item = kv_cache_utils.generate_block_hash_extra_keys(

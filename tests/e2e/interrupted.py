@@ -17,14 +17,14 @@ from waiting import eventually
 Fault = Callable[[str], Awaitable[None]]
 
 #: Tokens before the first fault: late enough that text is held back and blocks of the answer are full.
-SEAM = 100
+BEFORE_FAULT = 100
 
 #: A whole answer has some hundred tokens after this, and some thousand are left.
 MIDDLE_S = 0.5
 RESTART_S = 240
 
 _TEXTS = ("content", "reasoning", "reasoning_content")
-#: Of those that are asked together some are at the other worker, whose turn is next. On a busy machine answers may end
+#: Of requests asked together some are at the other worker, whose turn is next. On a busy machine answers may end
 #: before the kill, in particular the last ones, which have a worker for themselves.
 _MOST_ROUNDS = 6
 
@@ -88,7 +88,7 @@ async def _streamed(one: Asked, is_in_middle: asyncio.Event) -> Answer:
         async for event in stream_events(response):
             events.append(event)
             num_tokens += num_tokens_of(event)
-            if num_tokens >= SEAM:
+            if num_tokens >= BEFORE_FAULT:
                 is_in_middle.set()
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Answer(response.status, None, headers, events)
@@ -115,14 +115,14 @@ async def num_ready(client: OpenAiHttp, number: int) -> bool:
 
 
 async def interrupted(client: OpenAiHttp, body: dict[str, Any], *faults: Fault, path: str = CHAT) -> Answer:
-    """Stream the only request in flight. After SEAM tokens, or events without token ids, the first fault happens to its
-    worker, the next ones after SEAM more each."""
+    """Stream the only request in flight. After BEFORE_FAULT tokens, or events without token ids, the first fault
+    happens to its worker, the next ones after BEFORE_FAULT more each."""
     events, num_tokens, todo = [], 0, list(faults)
     async with client.opened({**body, "stream": True}, path) as response:
         async for event in stream_events(response):
             events.append(event)
             num_tokens += num_tokens_of(event)
-            if todo and num_tokens >= SEAM * (1 + len(faults) - len(todo)):
+            if todo and num_tokens >= BEFORE_FAULT * (1 + len(faults) - len(todo)):
                 await todo.pop(0)(await its_worker(client))
     assert not todo, f"the stream has ended after {num_tokens} tokens: {events[-3:]}"
     headers = {name.lower(): value for name, value in response.headers.items()}

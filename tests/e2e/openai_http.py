@@ -85,7 +85,7 @@ def long_chat(*content: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole HTTP response. `events` are those of a stream, without `[DONE]`."""
+    """A whole HTTP response. `events` are a stream's, without `[DONE]`."""
 
     status: int
     json: Any
@@ -121,8 +121,8 @@ class Answer:
         return int(re.search(r'copied;desc="(\d+)"', self.headers["server-timing"])[1])
 
     @property
-    def stages(self) -> dict[str, float]:
-        """Milliseconds by stage."""
+    def steps(self) -> dict[str, float]:
+        """Milliseconds by step."""
         return {k: float(v) for k, v in re.findall(r"(\w+);dur=([\d.]+)", self.headers["server-timing"])}
 
 

@@ -16,11 +16,11 @@ ASK = text("What is in the picture?")
 async def test_repeated_image_is_not_decoded_processed_or_copied_again(ours):
     first = await ours.succeed(chat(picture(20), ASK))
     assert first.cache == "miss"
-    assert {"decode", "process"} <= first.stages.keys()
+    assert {"decode", "process"} <= first.steps.keys()
     again = await ours.succeed(chat(picture(20), text("Another question.")))
     assert again.cache == "hit"
     assert again.copied_bytes == 0
-    assert not {"decode", "process"} & again.stages.keys()
+    assert not {"decode", "process"} & again.steps.keys()
 
 
 async def test_same_image_inline_and_by_url_shares_one_entry(ours):
@@ -73,8 +73,8 @@ async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     await ours.succeed(chat(picture(27), ASK))
     await eventually(lambda: is_idle(ours), "the worker has released", 20)
     page = await ours.metrics()
-    for stage in ("intake", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
-        assert page.value("medialane_stage_seconds_count", stage=stage) > 0, stage
+    for step in ("intake", "fetch", "decode", "process", "route", "handover", "queue", "prefill", "first_token"):
+        assert page.value("medialane_stage_seconds_count", stage=step) > 0, step
     assert page.value("medialane_cache_lookups_total", kind="feature", outcome="miss") > 0
     assert page.value("medialane_arena_bytes", kind="size") == pytest.approx(256 << 20, rel=0.01)
     assert page.value("medialane_arena_bytes", kind="cached") > 0
@@ -84,7 +84,7 @@ async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     assert page.value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_client_disconnect_leaves_no_lease_and_no_running_request(ours):
+async def test_client_disconnect_leaves_no_hold_and_no_running_request(ours):
     body = long_chat(picture(28), text("Tell a long story."), stream=True)
     await eventually(lambda: is_idle(ours), "nothing else runs", 20)
     async with ours.opened(body) as response:
@@ -92,7 +92,7 @@ async def test_client_disconnect_leaves_no_lease_and_no_running_request(ours):
         page = await ours.metrics()
         assert page.value("medialane_arena_leases") > 0
         assert page.value("medialane_worker_in_flight") == 1
-    await eventually(lambda: is_idle(ours), "the request's lease and its engine's work have ended", 30)
+    await eventually(lambda: is_idle(ours), "the request's hold and its engine's work have ended", 30)
     assert (await ours.succeed(chat(picture(28), ASK))).cache == "hit"
 
 
@@ -105,7 +105,7 @@ async def test_client_disconnect_before_the_response_leaks_nothing(ours):
 
 
 async def is_idle(ours) -> bool:
-    """No request runs and no lease is held."""
+    """No request runs and nothing is held."""
     page = await ours.metrics()
     held = ("medialane_arena_leases", "medialane_worker_in_flight", "medialane_worker_running")
     return all(page.value(name) == 0 for name in held)

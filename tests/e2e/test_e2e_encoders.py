@@ -17,7 +17,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 ASK = text("What is in the picture?")
-#: Images of a burst, small ones: the workers encode those that the encoder does not.
+#: Images of a burst, small ones: the workers encode the ones that the encoder does not.
 #: Their headers are there within a second on a slow machine too: later ones of a burst may be refused.
 NUM_REQUESTS = 100
 STOPPED_S = 5
@@ -56,7 +56,7 @@ async def encoder(serve, client, server_flags, encoder_address, vllm_environ, tm
     )
     encoder = Encoder(process.pid, encoder_address, client)
     await eventually(encoder.is_ready, "the encoder is ready", START_S)
-    # Earlier tests have reset the workers' encoder caches: since then their embeddings are not those of a new process.
+    # Earlier tests have reset the workers' encoder caches: since then their embeddings differ from a new process's.
     await client.succeed({}, "/reset_encoder_cache")
     yield encoder
     process.kill()
@@ -80,9 +80,9 @@ async def test_new_items_are_encoded_by_the_encoder_and_loaded_by_the_worker(cli
     assert answer.ids == (await plain.succeed(chat(*content))).ids
     assert await encoder.num_encoded() == before + num_items
     assert {item["embedding"] for item in answer.json["medialane"]["items"]} == {"loaded"}
-    assert "encode" in answer.stages
+    assert "encode" in answer.steps
     again = await client.succeed(chat(*content, text("And?")))
-    assert "encode" not in again.stages
+    assert "encode" not in again.steps
     assert await encoder.num_encoded() == before + num_items
 
 

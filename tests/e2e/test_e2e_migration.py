@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 from embedding_requests import REPORTED_S
 from interrupted import (
+    BEFORE_FAULT,
     MIDDLE_S,
     RESTART_S,
-    SEAM,
     Asked,
     Fault,
     all_interrupted,
@@ -85,7 +85,7 @@ async def undisturbed_together(asked: dict[str, Asked]) -> dict[str, dict]:
 def assert_goes_on(found: dict, right: dict) -> None:
     assert found["error"] is None
     assert_same(found, right)
-    assert all(len(choice["ids"]) > SEAM for choice in found["choices"].values())
+    assert all(len(choice["ids"]) > BEFORE_FAULT for choice in found["choices"].values())
 
 
 def streamed(client, body, path=CHAT) -> Asked:
@@ -142,7 +142,7 @@ async def test_streams_of_a_killed_worker_are_as_without(serve, ours, gateways):
     for name, undisturbed_one in zip(others, undisturbed_others, strict=True):
         content, last = _texts(undisturbed_one), answers[name].events[-1]
         assert last["type"] in ("response.completed", "message_stop"), last
-        assert len(content) > SEAM
+        assert len(content) > BEFORE_FAULT
         assert _texts(answers[name]) == content
     for name in images:
         assert_goes_on(whole(answers[name]), right[name])
@@ -226,7 +226,7 @@ REPEATED = {
 
 
 async def test_beam_search_of_a_killed_worker_is_repeated_and_equal(serve, ours):
-    """Of which each step is a request of its own."""
+    """Each of its steps is a request of its own."""
     body = chat(STORY, use_beam_search=True, n=2, max_tokens=120)
     right = await ours.succeed(body)
     request = asyncio.create_task(ours.post(body))

@@ -8,7 +8,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 #: Of a streamed answer about a new image.
-STAGES = {"upload", "intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill"}
+STEPS = {"upload", "intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill"}
 
 
 async def images(ours, query):
@@ -29,7 +29,7 @@ async def test_live_request_with_an_image_is_seen_with_its_stages(ours):
     (item,) = live["items"]
     assert (item["outcome"], item["width"], item["height"], item["tokens"]) == ("new", 320, 240, 99)
     assert (live["prompt_tokens"], live["streams"], live["status"]) == (live["prompt_tokens"], True, 200)
-    assert set(live["stages_ms"]) == {*STAGES, "answer"}
+    assert set(live["stages_ms"]) == {*STEPS, "answer"}
     assert live["generated_tokens"] > 0
     path = f"/medialane/requests/{live['id']}"
 

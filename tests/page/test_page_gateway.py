@@ -38,7 +38,7 @@ async def test_it_follows_requests_and_shows_each_in_full(site: Site, origin: Or
         await tab.evaluate("text = document.querySelector('#request-rows').innerText, null")
         await tab.until("document.querySelector('#request-rows').innerText !== text")
         await tab.until("document.querySelectorAll('#decision-rows .row').length > 1")
-        await tab.until("document.querySelector('.stage[data-cell=fetch] .count').innerText !== '0'")
+        await tab.until("document.querySelector('.step[data-cell=fetch] .count').innerText !== '0'")
         await tab.evaluate("""(() => { const select = document.querySelector('#filters [name=tenant]');
             select.value = 'clips'; select.dispatchEvent(new Event('input', {bubbles: true})); })()""")
         await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.tenant === 'clips')")

@@ -1,6 +1,6 @@
 """Shared memory for media: one file per host, allocated only by its owner and mapped by other processes.
 
-The owner (the store) creates an `Arena`, reserves ranges, publishes the entries written there and hands out leases;
+The owner (the store) creates an `Arena`, reserves ranges, publishes the entries written there and hands out pins;
 other processes open an `ArenaView` and resolve ranges and descriptors to memoryviews without a copy; a `FillWriter`
 writes the payload of a range. `reap` removes files of dead owners.
 """
@@ -8,6 +8,7 @@ writes the payload of a range. `reap` removes files of dead owners.
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import HoldLog
+from medialane.arena.handles import Cached, Pin, Reservation, Unfinished
 from medialane.arena.index import header_bytes
 from medialane.arena.layout import (
     ENTRY_HEADER_BYTES,
@@ -15,13 +16,10 @@ from medialane.arena.layout import (
     LINEAGE_BYTES,
     Lineage,
     describe,
-    is_valid,
     layout,
 )
-from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
-from medialane.arena.locks import ClientSlot, FillWriter, new_slot
+from medialane.arena.locks import ClientSlot, FillWriter, Reaped, kept_arenas, new_slot, reap
 from medialane.arena.names import NamesArea
-from medialane.arena.reaper import Reaped, kept_arenas, reap
 from medialane.arena.view import ArenaView
 
 __all__ = [
@@ -35,15 +33,14 @@ __all__ = [
     "ClientSlot",
     "FillWriter",
     "HoldLog",
-    "Lease",
     "Lineage",
     "NamesArea",
+    "Pin",
     "Reaped",
     "Reservation",
     "Unfinished",
     "describe",
     "header_bytes",
-    "is_valid",
     "kept_arenas",
     "layout",
     "new_slot",

@@ -9,7 +9,6 @@ import re
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ from medialane.types.errors import StartupFailed
 _STOP_S = 30.0
 _MAX_TOKENS = 16
 
-#: Rows of the table of stages, in the order of execution.
-_STAGES = ("intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
+#: Rows of the table of steps, in the order of execution.
+_STEPS = ("intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
 
 #: Runs a server of the model in this folder, with an OpenAI interface.
 DemoServer = Callable[[str], AbstractAsyncContextManager[ServerProcess]]
@@ -52,7 +51,6 @@ class DemoRequest:
 @dataclass(frozen=True)
 class DemoAnswer:
     token_ids: list[int]
-    seconds: float
     server_timing: str
 
 
@@ -175,7 +173,6 @@ async def _ask_all(base_url: str, model: str, questions: Sequence[DemoRequest]) 
 
 
 async def _ask(client: AsyncOpenAI, model: str, question: DemoRequest) -> DemoAnswer:
-    started = time.perf_counter()
     response = await client.chat.completions.with_raw_response.create(
         model=model,
         messages=[{"role": "user", "content": question.content}],  # type: ignore[misc, list-item]  # built from JSON
@@ -191,7 +188,7 @@ async def _ask(client: AsyncOpenAI, model: str, question: DemoRequest) -> DemoAn
             token_ids += _token_ids(chunk)
     else:
         token_ids += _token_ids(parsed)
-    return DemoAnswer(token_ids, time.perf_counter() - started, response.headers.get("server-timing", ""))
+    return DemoAnswer(token_ids, response.headers.get("server-timing", ""))
 
 
 def _token_ids(message: Any) -> list[int]:
@@ -200,16 +197,16 @@ def _token_ids(message: Any) -> list[int]:
 
 
 def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[DemoAnswer]) -> None:
-    """Print one column per request and one row per stage, so that the table fits a terminal."""
-    table = Table("ms by stage (Server-Timing)", *(q.name for q in questions))
+    """Print one column per request and one row per step, so that the table fits a terminal."""
+    table = Table("ms by step (Server-Timing)", *(q.name for q in questions))
     durations = [dict(re.findall(r"\b(\w++);dur=([\d.]+)", a.server_timing)) for a in answers]
     described = [dict(re.findall(r'\b(\w++);desc="([^"]*)"', a.server_timing)) for a in answers]
-    for stage in _STAGES:
-        table.add_row(stage, *(f"{float(stages[stage]):.1f}" if stage in stages else "" for stages in durations))
+    for step in _STEPS:
+        table.add_row(step, *(f"{float(steps[step]):.1f}" if step in steps else "" for steps in durations))
     table.add_row("cache", *(entries.get("cache", "") for entries in described))
     table.add_row("bytes copied", *(f"{int(entries.get('copied', 0)):,}" for entries in described))
     console.print(table)
-    console.print("Streaming responses show the stages that were complete when the headers were sent.")
+    console.print("Streaming responses show the steps that were complete when the headers were sent.")
 
 
 def _compare(

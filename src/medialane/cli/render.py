@@ -8,8 +8,7 @@ from typing import get_args
 import msgspec
 
 from medialane.cli import serve
-from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.reloading import Reloading
+from medialane.cli.settings import Reloading, add_settings, given_settings
 from medialane.cluster import local
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, SectionName
@@ -21,7 +20,7 @@ from medialane.types.errors import StartupFailed
 SECTIONS: tuple[SectionName, ...] = tuple(
     section
     for section in get_args(SectionName)
-    if section not in ("simulated", "worker", "routing", "transfer", "recording")
+    if section not in ("simulated", "worker", "routing", "handover", "recording")
 )
 _COMMON = (
     "gateways", "render-payload", "preparers", "host", "port", "arena-size", "allow-media-network", "log-dir",

@@ -16,12 +16,11 @@ import msgspec
 from msgspec import field
 
 from medialane.arena.config import ArenaConfig
-from medialane.gateway import GatewayConfig, RecordingConfig, TransferConfig
+from medialane.gateway import GatewayConfig, HandoverConfig, RecordingConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
 from medialane.routing.config import RoutingConfig
-from medialane.runtime.host import ascii_host
 from medialane.runtime.stop import StopConfig
 from medialane.store.config import StoreConfig
 from medialane.testing.simulated.config import SimulatedConfig
@@ -30,6 +29,7 @@ from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    ascii_host,
     check_bounds,
     descriptions,
     is_secret,
@@ -39,7 +39,7 @@ from medialane.wire.config import RpcConfig
 from medialane.worker.config import WorkerConfig
 
 SectionName = Literal[
-    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",
+    "server", "cluster", "gateway", "store", "media", "prepare", "arena", "handover", "routing", "rpc", "worker",
     "simulated", "environment", "logging", "recording", "stop",
 ]  # fmt: skip
 
@@ -161,7 +161,7 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         if any("=" in name for name in self.pass_env):
-            raise StartupFailed("pass_env takes names: values are those of this process's environment")
+            raise StartupFailed("pass_env takes names: values are taken from this process's environment")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +174,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaConfig = MediaConfig()
     prepare: PrepareConfig = PrepareConfig()
     arena: ArenaConfig = ArenaConfig()
-    transfer: TransferConfig = TransferConfig()
+    handover: HandoverConfig = HandoverConfig()
     routing: RoutingConfig = RoutingConfig()
     rpc: RpcConfig = RpcConfig()
     worker: WorkerConfig = WorkerConfig()

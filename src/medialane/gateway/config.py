@@ -9,6 +9,7 @@ from msgspec import field
 
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import MoverChoice, MoverName
+from medialane.types.media import StageChoice
 from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,7 +20,6 @@ from medialane.types.setting import (
     check_bounds,
     hidden,
 )
-from medialane.types.stage import StageChoice
 from medialane.wire.address import parse_tcp
 
 #: The values of --transport.
@@ -163,8 +163,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         return super(GatewayConfig, hidden(self)).__repr__()
 
 
-class TransferConfig(msgspec.Struct, frozen=True):
-    """Settings of the transfer to workers."""
+class HandoverConfig(msgspec.Struct, frozen=True):
+    """Settings of the hand-over to workers."""
 
     transport: TransportChoice = field(default="auto", name="transport")
     """how features are sent: shm (shared memory, same host), tcp or nixl (copied by the store of the worker's host),

@@ -1,4 +1,4 @@
-"""The policy of which URLs and addresses media may be fetched from (SSRF protection).
+"""Which URLs and addresses media may be fetched from (SSRF protection).
 
 Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So URLs are encoded first
 (`_encode`: what a URL may not contain is percent-encoded, an international host is in punycode), and the result is
@@ -21,8 +21,8 @@ from typing import Final
 from yarl import URL
 
 from medialane.media.config import MediaConfig
-from medialane.runtime.host import ascii_name
 from medialane.types.errors import InvalidMediaUrl, MediaUrlForbidden, UnsupportedUrlScheme, UpstreamFailed
+from medialane.types.setting import ascii_name
 
 Address = IPv4Address | IPv6Address
 

@@ -1,7 +1,4 @@
-"""Observability: timelines of requests, Prometheus metrics, logging.
-
-`tracing` is not imported here: only gateways need OpenTelemetry.
-"""
+"""Observability: timelines of requests, Prometheus metrics, logging."""
 
 from medialane.observability.collectors import (
     exit_metrics,
@@ -18,7 +15,6 @@ from medialane.observability.logging import (
     JsonFormatter,
     LimitedHandler,
     LoggingConfig,
-    LogProcess,
     PlainFormatter,
     as_text,
     configure,
@@ -29,7 +25,7 @@ from medialane.observability.logging import (
     unchanged_levels,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
+from medialane.observability.timeline import MAX_STEPS, RequestTimeline, TimelineReport
 from medialane.observability.worker_metrics import MetricMirror, MetricReader, engine_metrics
 
 __all__ = [
@@ -38,13 +34,12 @@ __all__ = [
     "REPORTED_ERROR",
     "JsonFormatter",
     "LimitedHandler",
-    "LogProcess",
     "LoggingConfig",
     "MetricMirror",
     "MetricReader",
     "Metrics",
     "PlainFormatter",
-    "StageTimeline",
+    "RequestTimeline",
     "TimelineReport",
     "as_text",
     "configure",

@@ -1,6 +1,6 @@
 """Prometheus metrics of the gateway, in the same registry as the metrics of vLLM's app.
 
-Requests push: stages, cache lookups and errors are counted as they happen. State is pulled: arena, preparers and
+Requests push: steps, cache lookups and errors are counted as they happen. State is pulled: arena, preparers and
 workers are read on each scrape by the functions passed to `watch` (`collectors` makes their families), so values are
 never stale. These functions are not thread-safe: vLLM's app collects on the event loop.
 """
@@ -15,11 +15,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from medialane.observability.collectors import Memory, connection_metrics, memory_metric, worker_metrics
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import RequestTimeline
 from medialane.types.request import Endpoint
 from medialane.types.stats import ProcessKind
 
-_STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 #: Has each threshold that can be chosen in the variable `ttft_slo` of vLLM's dashboards.
@@ -34,12 +34,12 @@ class Metrics:
         self.registry = registry
         self.host = registry if host is None else host
         self._collectors: list[tuple[CollectorRegistry, Collector]] = []
-        self.stage_seconds = self._histogram(
+        self.step_seconds = self._histogram(
             "medialane_stage_seconds",
             "Duration of each step of a request; the slowest of several items counts. Steps overlap and leave gaps:"
             " they do not add up to medialane_request_seconds",
             "stage",
-            buckets=_STAGE_BUCKETS,
+            buckets=_STEP_BUCKETS,
         )
         self.request_seconds = self._histogram(
             "medialane_request_seconds",
@@ -87,9 +87,9 @@ class Metrics:
             "tenant",
             "reason",
         )
-        self.transfer_fallbacks = self._counter(
+        self.handover_fallbacks = self._counter(
             "medialane_transfer_fallbacks",
-            "Transfers of media to a worker that fell back to another path, by failed path and reason",
+            "Hand-overs of media to a worker that fell back to another path, by failed path and reason",
             "path",
             "reason",
         )
@@ -140,10 +140,10 @@ class Metrics:
             "outcome",
         )
 
-    def observe(self, timeline: StageTimeline, ttft_ms: float | None = None) -> None:
+    def observe(self, timeline: RequestTimeline, ttft_ms: float | None = None) -> None:
         """Record a request that has ended, with the time to its first token if it had one."""
-        for stage, seconds in timeline.seconds.items():
-            self.stage_seconds.labels(stage).observe(seconds)
+        for step, seconds in timeline.seconds.items():
+            self.step_seconds.labels(step).observe(seconds)
         self.request_seconds.observe(time.perf_counter() - timeline.started_at)
         if ttft_ms is not None:
             self.time_to_first_token_seconds.observe(ttft_ms / 1000)

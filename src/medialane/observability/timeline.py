@@ -27,7 +27,7 @@ StepName = Literal[
 ]
 #: What a request waits for. While a preparer has an item it is `prepare`, and until the first token, at the worker,
 #: `prefill`: only their ends distinguish decode from process, and queue from prefill.
-LiveStage = Literal[StepName, "prepare", "answer"]
+LiveStep = Literal[StepName, "prepare", "answer"]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 
 #: Steps that a timeline keeps with their start: of a beam search, which routes each token, not all are kept.
@@ -38,10 +38,10 @@ class Step:
     """One step: `started_at` by time.perf_counter of this process. `detail` is what its part of the gateway has to say
     about it."""
 
-    __slots__ = ("detail", "seconds", "stage", "started_at")
+    __slots__ = ("detail", "name", "seconds", "started_at")
 
-    def __init__(self, stage: StepName, started_at: float, seconds: float = 0.0) -> None:
-        self.stage = stage
+    def __init__(self, name: StepName, started_at: float, seconds: float = 0.0) -> None:
+        self.name = name
         self.started_at = started_at
         self.seconds = seconds
         self.detail: object = None
@@ -50,7 +50,7 @@ class Step:
 class ReportedStep(msgspec.Struct, frozen=True, array_like=True):
     """A step in another process, which began `ago_s` before the report was made: clocks need not agree."""
 
-    stage: StepName
+    name: StepName
     seconds: float
     ago_s: float
 
@@ -65,16 +65,16 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
     media_bytes: int = 0
 
 
-class StageTimeline:
-    """Seconds by stage. Items of one request run concurrently: a stage's time is its slowest item's.
+class RequestTimeline:
+    """Seconds by step. Items of one request run concurrently: a step's time is its slowest item's.
 
-    `num_embeddings` counts items that were found encoded, `media_bytes` is the size of the encoded item, if it is one
-    item's timeline. `current` is the stage that was entered last, at `entered_at`.
+    `num_embeddings` counts items whose embedding was found, `media_bytes` is the size of the encoded item, if it is one
+    item's timeline. `current` is the step that was entered last, at `entered_at`.
     """
 
     def __init__(self) -> None:
         self.started_at = self.entered_at = time.perf_counter()
-        self.current: LiveStage = "upload"
+        self.current: LiveStep = "upload"
         self.seconds: dict[StepName, float] = {}
         self.steps: list[Step] = []
         self.num_hits = 0
@@ -83,15 +83,15 @@ class StageTimeline:
         self.copied_bytes = 0
         self.media_bytes = 0
 
-    def add(self, stage: StepName, seconds: float, started_at: float | None = None) -> None:
-        """Record that one item spent `seconds` in `stage`; without `started_at`, only how long."""
+    def add(self, name: StepName, seconds: float, started_at: float | None = None) -> None:
+        """Record that one item spent `seconds` in a step; without `started_at`, only how long."""
         if started_at is not None:
-            self._keep(Step(stage, started_at, seconds))
-        self._slowest(stage, seconds)
+            self._keep(Step(name, started_at, seconds))
+        self._slowest(name, seconds)
 
-    def enter(self, stage: LiveStage) -> None:
+    def enter(self, name: LiveStep) -> None:
         """Record what is waited for from now on."""
-        self.current, self.entered_at = stage, time.perf_counter()
+        self.current, self.entered_at = name, time.perf_counter()
 
     @property
     def current_ms(self) -> float:
@@ -100,34 +100,34 @@ class StageTimeline:
 
     def report(self) -> TimelineReport:
         now = time.perf_counter()
-        steps = tuple(ReportedStep(step.stage, step.seconds, now - step.started_at) for step in self.steps)
+        steps = tuple(ReportedStep(step.name, step.seconds, now - step.started_at) for step in self.steps)
         return TimelineReport(steps, self.num_hits, self.num_misses, self.copied_bytes, self.media_bytes)
 
     def merge(self, report: TimelineReport) -> None:
         """Add the part of the request that another process has done until now."""
         now = time.perf_counter()
-        for stage, seconds, ago_s in ((step.stage, step.seconds, step.ago_s) for step in report.steps):
-            self.add(stage, seconds, now - ago_s)
+        for name, seconds, ago_s in ((step.name, step.seconds, step.ago_s) for step in report.steps):
+            self.add(name, seconds, now - ago_s)
         self.num_hits += report.num_hits
         self.num_misses += report.num_misses
         self.copied_bytes += report.copied_bytes
         self.media_bytes = report.media_bytes or self.media_bytes
 
     @contextmanager
-    def measure(self, stage: StepName) -> Iterator[Step]:
-        step = Step(stage, time.perf_counter())
-        self.current, self.entered_at = stage, step.started_at
+    def measure(self, name: StepName) -> Iterator[Step]:
+        step = Step(name, time.perf_counter())
+        self.current, self.entered_at = name, step.started_at
         try:
             yield step
         finally:
             step.seconds = time.perf_counter() - step.started_at
             self._keep(step)
-            self._slowest(stage, step.seconds)
+            self._slowest(name, step.seconds)
 
-    def absorb(self, part: StageTimeline) -> None:
+    def absorb(self, part: RequestTimeline) -> None:
         """Add what an item has taken, without its steps."""
-        for stage, seconds in part.seconds.items():
-            self._slowest(stage, seconds)
+        for name, seconds in part.seconds.items():
+            self._slowest(name, seconds)
         self.num_hits += part.num_hits
         self.num_misses += part.num_misses
         self.copied_bytes += part.copied_bytes
@@ -140,7 +140,7 @@ class StageTimeline:
 
     def server_timing(self) -> str:
         """Return the value of a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in ms."""
-        entries = [f"{stage};dur={seconds * 1000:.2f}" for stage, seconds in self.seconds.items()]
+        entries = [f"{name};dur={seconds * 1000:.2f}" for name, seconds in self.seconds.items()]
         entries.append(f'cache;desc="{self.cache}"')
         if self.num_embeddings:
             entries.append(f'embeddings;desc="{self.num_embeddings}"')
@@ -152,5 +152,5 @@ class StageTimeline:
         if len(self.steps) < MAX_STEPS:
             self.steps.append(step)
 
-    def _slowest(self, stage: StepName, seconds: float) -> None:
-        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+    def _slowest(self, name: StepName, seconds: float) -> None:
+        self.seconds[name] = max(seconds, self.seconds.get(name, 0.0))

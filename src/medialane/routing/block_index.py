@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final
 
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds
 
 #: Longest prefixes of a prompt by slot, longest first: a number of blocks (or tokens), and the slots that have it, as a
 #: bit mask. A slot is in one mask at most.
@@ -67,10 +67,6 @@ class BlockIndex:
     def num_entries(self) -> int:
         """Blocks held, summed over slots."""
         return sum(map(len, self._held.values()))
-
-    def num_held(self, slot: int) -> int:
-        """Return the number of blocks that the slot holds."""
-        return len(self._held.get(slot, ()))
 
     def holds(self, slot: int, block: int) -> bool:
         """Return whether the slot has reported this block."""

@@ -43,11 +43,11 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_pressure_threshold: NonNegativeFloat = field(default=0.8, name="routing-kv-pressure-threshold")
     """KV-cache utilisation above which that cost rises linearly from zero"""
     local_ms_per_mib: NonNegativeFloat = field(default=0.02, name="routing-local-ms-per-mib")
-    """cost of a MiB transferred to a worker that maps the arena"""
+    """cost of a MiB handed over to a worker that maps the arena"""
     remote_ms: NonNegativeFloat = field(default=0.5, name="routing-remote-ms")
-    """fixed cost of a transfer to any other worker"""
+    """fixed cost of a hand-over to any other worker"""
     remote_ms_per_mib: NonNegativeFloat = field(default=1.0, name="routing-remote-ms-per-mib")
-    """cost of each MiB of such a transfer"""
+    """cost of each MiB of such a hand-over"""
     session_ms: NonNegativeFloat = field(default=2.0, name="routing-session-ms")
     """bonus of the worker that served the session's last request"""
     session_ttl_s: PositiveFloat = field(default=600.0, name="routing-session-ttl")

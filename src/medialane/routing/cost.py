@@ -22,12 +22,12 @@ by as much. Both costs are weighted sums over all requests that are delayed, in 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple, Self
 
 import msgspec
-from cachetools import LRUCache
 
 from medialane.routing.config import RoutingConfig
 from medialane.routing.slots import RoutingRequest, Slot
@@ -94,7 +94,7 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 class Rates(NamedTuple):
     """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
-    evicted token that would have been used again, per byte transferred; on another host additionally per transfer and
+    evicted token that would have been used again, per byte handed over; on another host additionally per hand-over and
     per byte; a bonus for the session's last slot; per embedding of an item that a slot has in neither cache, or per
     byte of embeddings in the arena. With a temperature a slot is sampled with weight exp(-score / temperature)."""
 
@@ -200,19 +200,23 @@ class PrefixEvictions:
 
     def __init__(self, token_ms: float) -> None:
         self._token_ms = token_ms
-        self._evicted_ms: LRUCache[int, float] = LRUCache(_MAX_PREFIXES)
+        self._evicted_ms: OrderedDict[int, float] = OrderedDict()
 
     def evicted_ms(self, request: RoutingRequest, num_tokens: int) -> float:
         """Return the sum for the request's first `num_tokens`, at most the cost of computing them."""
         block = _last_block(request, num_tokens)
         return self._evicted_ms.get(block, 0.0) if block is not None else 0.0
 
-    def add(self, request: RoutingRequest, num_tokens: int, evicted_ms: float) -> None:
-        """Add what a request has evicted because of its first `num_tokens`."""
+    def add(self, request: RoutingRequest, num_tokens: int, evicted_ms: float) -> float:
+        """Add what a request has evicted because of its first `num_tokens`; return the sum before."""
         block = _last_block(request, num_tokens)
-        if block is not None and evicted_ms > 0:
-            before_ms = self._evicted_ms.get(block, 0.0)
-            self._evicted_ms[block] = min(before_ms + evicted_ms, num_tokens * self._token_ms)
+        if block is None or evicted_ms <= 0:
+            return self.evicted_ms(request, num_tokens)
+        before_ms = self._evicted_ms.pop(block, 0.0)
+        self._evicted_ms[block] = min(before_ms + evicted_ms, num_tokens * self._token_ms)
+        if len(self._evicted_ms) > _MAX_PREFIXES:
+            self._evicted_ms.popitem(last=False)
+        return before_ms
 
     def copied(self, request: RoutingRequest, num_tokens: int) -> None:
         """Begin anew: the request's first `num_tokens` are computed by one worker more."""

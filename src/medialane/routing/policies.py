@@ -120,8 +120,10 @@ class Policy:
         if rates.evicted:
             if cached:
                 scores += rows[1] * self._evictions.evicted_ms(request, cached[0][0])
-            cached_tokens = np.dot([tokens for tokens, _ in cached], rows[1 : 1 + len(cached)])
-            scores += (request.num_tokens - cached_tokens) * self._slots.reuse() * rates.evicted
+            new_ms: float | Scores = request.num_tokens * rates.evicted
+            for (tokens, _), row in zip(cached, rows[1:], strict=False):
+                new_ms = new_ms - row * (tokens * rates.evicted)
+            scores += self._slots.reuse * new_ms
         return scores
 
     def _excluded_except(self, candidates: int) -> Scores:

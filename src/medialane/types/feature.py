@@ -9,8 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from medialane.types.media import MediaRef, MediaSize, Modality
-from medialane.types.stage import StageName
+from medialane.types.media import MediaRef, MediaSize, Modality, StageName
 from medialane.types.tensor import (
     ArenaRange,
     InlineTensor,
@@ -154,7 +153,7 @@ class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is transferred to a worker: its large tensors, or its embedding."""
+        """Bytes of what is handed over to a worker: its large tensors, or its embedding."""
         if self.embedding is not None:
             return self.embedding.tensor.spec.nbytes
         return sum(t.spec.nbytes for t in self.tensors)
@@ -242,7 +241,8 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 
 
 class Hold(Protocol):
-    """A pin on an entry of the arena (`arena.Lease`): its bytes stay in place until `release`, called exactly once."""
+    """A claim on an entry of the arena, in the store an `arena.Pin`, at its clients a `StoreHold`: the bytes stay in
+    place until `release`, called exactly once."""
 
     def release(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Worker side: receives requests, reads transferred media, generates, releases.
+"""Worker side: receives requests, reads the media handed over, generates, releases.
 
 `serve_worker` runs a worker on an `Engine`; `RpcServer` is its end of the connections with gateways.
 """

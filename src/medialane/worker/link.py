@@ -25,8 +25,7 @@ from medialane.types.errors import (
 )
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, check_version, raw_data
-from medialane.wire.dial import dial
+from medialane.wire.connection import Connection, check_version, dial, raw_data
 from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,
@@ -51,9 +50,8 @@ from medialane.wire.protocol import (
     decode_to_worker,
 )
 from medialane.wire.security import Authentication, Security
-from medialane.worker.handler import Handler
 from medialane.worker.reports import PendingWorkRelay, SessionReports
-from medialane.worker.requests import SessionCalls, SessionRequests
+from medialane.worker.requests import Handler, SessionCalls, SessionRequests
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +262,7 @@ class RpcServer:
         """
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
-        self._listener = await Listener.listen(address, self._open_connection, self._authentication())
+        self._listener = await Listener.listen(address, lambda: Session(self).connection, self._authentication())
         return self._listener.address
 
     async def join(self, address: str, join: Join, *, on_hello: Callable[[Hello], None] = lambda _: None) -> None:
@@ -318,10 +316,6 @@ class RpcServer:
 
     def _authentication(self) -> Authentication:
         return Authentication(Security.load(self.config), "rpc", Role.WORKER, Role.GATEWAY)
-
-    def _open_connection(self) -> Connection:
-        """Return the protocol for an accepted connection."""
-        return Session(self).connection
 
     def drop_connections(self, error: WorkerLost) -> None:
         """End the session of every gateway, which connects again unless this server is closed."""

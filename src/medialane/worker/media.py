@@ -1,7 +1,7 @@
 """The media of a request at the worker, held for as long as the engine reads them.
 
 The arena of this host is an interface (`HostArena`), implemented by `store.StoreEntries`. `hold_entries` and `Receiver`
-are the worker's ends of transfer paths (the gateway's: `gateway.request.transfer_paths`): what was sent becomes
+are the worker's ends of hand-over paths (the gateway's: `gateway.request.handover_paths`): what was sent becomes
 readable bytes.
 
 `HeldEmbeddings` are the embeddings of one request: the ones that its gateway has sent instead of tensors, and the ones

@@ -1,9 +1,11 @@
-"""The record of who has taken leases and reservations."""
+"""The record of who has taken pins and reservations."""
 
 import pytest
 
 from medialane.arena import Arena
 from medialane.runtime.tasks import TAKER
+from medialane.types.feature import Feature
+from medialane.types.media import MediaSize
 
 
 @pytest.fixture
@@ -20,12 +22,12 @@ def test_each_hold_is_recorded_with_its_taker_and_place_until_it_ends(arena):
     TAKER.reset(token)
     (writing,) = holds.records(10)
     assert (writing.state, writing.taker, writing.kind) == ("writing", "request 1", "processed")
-    lease = arena.keep(reservation, None)
-    second = lease.duplicate()
+    pin = arena.publish(reservation, "key", Feature("image", "key", b"", (), MediaSize()))
+    second = pin.duplicate()
     assert [record.state for record in holds.records(10)] == ["published", "published"]
-    assert {record.offset for record in holds.records(10)} == {lease.range.offset}
+    assert {record.offset for record in holds.records(10)} == {pin.range.offset}
     assert len(holds.records(1)) == 1
-    lease.release()
+    pin.release()
     second.release()
     assert holds.records(10) == ()
 

@@ -1,4 +1,4 @@
-"""What is said about a cluster that cannot be used; Ray itself is in tests/seams/test_ray_workers.py."""
+"""What is said about a cluster that cannot be used; Ray itself is in tests/integration/test_ray_workers.py."""
 
 import asyncio
 import socket

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import pytest
 
-from medialane.gateway import PullTransport, ShmTransport, TransferPath
-from medialane.gateway.request.transfer_paths import prompt_for
-from medialane.observability import StageTimeline
+from medialane.gateway import HandoverPath, PullTransport, ShmTransport
+from medialane.gateway.request.handover_paths import prompt_for
+from medialane.observability import RequestTimeline
 from medialane.types.feature import (
     Embedding,
     Feature,
@@ -19,9 +19,8 @@ from medialane.types.feature import (
     WantedEmbedding,
 )
 from medialane.types.hashing import embedding_key
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import EncoderCard
-from medialane.types.stage import STAGES
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 PLACE = PlaceholderRange(1, 4, b"\1\1\0\1")
@@ -41,7 +40,7 @@ class Media:
 
 
 class Passed:
-    """Records the ranges that are passed, and those that are granted."""
+    """Records the ranges that are passed, and the ranges that are granted."""
 
     def pass_on(self, ranges, *, to, request_id, wanted=()):
         self.ranges, self.wanted = ranges, wanted
@@ -65,8 +64,8 @@ def passed():
 async def prompt(transport, encoder_ms_per_token=0.5):
     features = tuple(PlacedFeature(feature, PLACE) for feature in (KNOWN, NEW))
     prepared = PreparedPrompt([1] * 8, features, ("known", "new"), MediaPrompt([1], ()), Media())
-    path = TransferPath(STAGES["features"], transport)
-    return await prompt_for(path, [1] * 8, prepared, StageTimeline(), encoder_ms_per_token=encoder_ms_per_token)
+    path = HandoverPath(STAGES["features"], transport)
+    return await prompt_for(path, [1] * 8, prepared, RequestTimeline(), encoder_ms_per_token=encoder_ms_per_token)
 
 
 async def test_known_item_is_sent_by_its_embedding_and_another_with_the_time_of_encoding_it(passed):
@@ -106,8 +105,8 @@ async def encoder_prompt(stage, *, processed):
     encoder_token_ids = ENCODER if processed else [7]
     source = MediaPrompt([7], (), is_encoder_prompt=True)
     prepared = PreparedPrompt([7], features, ("known", "new"), source, Media(), encoder_token_ids)
-    path = TransferPath(STAGES[stage], ShmTransport(None))
-    return await prompt_for(path, [1, 2, 3], prepared, StageTimeline())
+    path = HandoverPath(STAGES[stage], ShmTransport(None))
+    return await prompt_for(path, [1, 2, 3], prepared, RequestTimeline())
 
 
 async def test_encoders_prompt_is_sent_besides_the_decoders():

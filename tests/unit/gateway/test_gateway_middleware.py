@@ -233,8 +233,8 @@ async def test_media_extraction_error_response_names_the_field():
 
 async def test_every_response_has_timings():
     exchange = await Exchange(App(status=500)).run(BODY)
-    stages = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
-    assert stages == ["upload", "intake", "cache", "copied", "total"]
+    steps = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
+    assert steps == ["upload", "intake", "cache", "copied", "total"]
 
 
 async def test_scope_closes_when_the_app_raises():

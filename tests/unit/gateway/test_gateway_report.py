@@ -11,17 +11,16 @@ import openai
 import pytest
 
 from medialane.gateway import (
+    HandoverPath,
     InlineTransport,
     PullTransport,
     ShmTransport,
-    TransferPath,
     open_scope,
 )
 from medialane.gateway.records import ReportSender, embedding_outcome, report_schema, request_report
 from medialane.types.feature import Feature, MediaSpan, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision
-from medialane.types.stage import STAGES
 
 REPORT = b'{"items":[{"param":"x"}]}'
 REPORT_FIELDS = json.loads(REPORT)
@@ -277,7 +276,7 @@ def item(ref, mm_hash, size=NO_SIZE, **more):
 
 def test_report_of_several_prompts_is_about_one_with_media():
     text, media, other = (RoutingDecision("w0", "idle") for _ in range(3))
-    shm = TransferPath(STAGES["features"], ShmTransport(None))
+    shm = HandoverPath(STAGES["features"], ShmTransport(None))
     with open_scope() as scope:
         ref = MediaRef("image", "a", data=b"1")
         scope.record.received([ref], model="m", streams=False)
@@ -285,7 +284,7 @@ def test_report_of_several_prompts_is_about_one_with_media():
         for decision, path in ((text, None), (media, shm), (other, None)):
             scope.record.sending(decision, path)
         assert msgspec.json.decode(request_report(scope.record))["transport"] == "shm"
-        scope.record.sending(media, TransferPath(STAGES["url"], InlineTransport(None, 0)))
+        scope.record.sending(media, HandoverPath(STAGES["url"], InlineTransport(None, 0)))
         assert msgspec.json.decode(request_report(scope.record))["stage"] == "url", "the last attempt"
 
 
@@ -296,7 +295,7 @@ def test_scope_reports_items_in_request_order():
         scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
         scope.record.prepared([item(refs[0], "h1")])
         decision = RoutingDecision("w0", "idle")
-        scope.record.sending(decision, TransferPath(STAGES["features"], PullTransport(None)))
+        scope.record.sending(decision, HandoverPath(STAGES["features"], PullTransport(None)))
         first = OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp"))
         scope.record.answered(first, decision, 20, {}, times=(1.0, 1.5))
         scope.timeline.add("decode", 0.0123456)
@@ -378,7 +377,7 @@ def test_report_of_every_member_is_of_the_schema():
         scope.record.received(refs, model="m", streams=False)
         items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
         scope.record.prepared(items, [4, 9])
-        scope.record.sending(decision, TransferPath(STAGES["features"], PullTransport(None)))
+        scope.record.sending(decision, HandoverPath(STAGES["features"], PullTransport(None)))
         scope.record.sent.movers = ("tcp",)
         scope.timeline.add("decode", 0.01)
         scope.timeline.copied_bytes = 5

@@ -8,8 +8,7 @@ from medialane.arena import describe
 from medialane.gateway import open_scope
 from medialane.types.errors import InvalidImage
 from medialane.types.feature import Embedding, Feature, MediaPrompt, StagedItem
-from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
-from medialane.types.stage import STAGES
+from medialane.types.media import STAGES, Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.types.tensor import ArenaRange, TensorSpec
 
 REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))
@@ -48,8 +47,8 @@ class Source:
         self._ask(kind, ref)
         feature, reservation = Feature("image", f"{kind} entry", b"", (), MediaSize(2, 1)), self.arena.reserve(10, kind)
         encoded = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
-        lease = self.arena.publish(reservation, ref.param, encoded if kind == "encoded" else feature)
-        return StagedItem(ref, feature, lease, content_hash="content", **fields)
+        pin = self.arena.publish(reservation, ref.param, encoded if kind == "encoded" else feature)
+        return StagedItem(ref, feature, pin, content_hash="content", **fields)
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ async def test_items_are_found_once_per_stage(source, stage, mm_hash, media_type
     assert source.arena.stats().num_leases == 0
 
 
-async def test_stages_are_found_separately_and_leases_end_with_the_scope(source):
+async def test_stages_are_found_separately_and_holds_end_with_the_scope(source):
     with open_scope() as scope:
         media = request_media(PROMPT, source, scope)
         for stage in STAGES:
@@ -104,7 +103,7 @@ EMBEDDING = Embedding("key", describe(ArenaRange("a", 0, 128, 1), (TensorSpec("u
 
 
 class Encoded(Source):
-    """A source whose items have hashes of their own, of which some are found encoded the second time."""
+    """A source whose items have hashes of their own; of some an embedding is found the second time."""
 
     def __init__(self, arena, encoded):
         super().__init__(arena)
@@ -120,9 +119,9 @@ class Encoded(Source):
         self._ask(encoder, ref)
         is_encoded = ref.content is not None and ref.param in self.encoded_items
         feature = Feature("image", ref.param, b"", (), MediaSize(2, 1))
-        lease = self.arena.publish(self.arena.reserve(10, "processed"), f"{ref.param} {len(self.asked)}", feature)
+        pin = self.arena.publish(self.arena.reserve(10, "processed"), f"{ref.param} {len(self.asked)}", feature)
         found = msgspec.structs.replace(feature, embedding=EMBEDDING if is_encoded else None)
-        return StagedItem(ref, found, lease, is_hit=False, content_hash=f"content of {ref.param}")
+        return StagedItem(ref, found, pin, is_hit=False, content_hash=f"content of {ref.param}")
 
 
 async def test_items_that_were_encoded_meanwhile_are_found_by_content(source):

@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from medialane.gateway import ShmTransport, TransferPath
+from medialane.gateway import HandoverPath, ShmTransport
 from medialane.gateway.http import usable_id
 from medialane.gateway.operators import RequestSums
 from medialane.gateway.records import (
@@ -19,13 +19,12 @@ from medialane.gateway.records import (
 )
 from medialane.types.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
 from medialane.types.feature import Feature, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import CompletionDelta, OutputDelta, RoutingDecision
-from medialane.types.stage import STAGES
 
 HASH = "0123456789abcdef" * 4
 SECRET_URL = "https://user:password@cdn.example.com:8443/path/to/secret.png?token=secret"
-SHM = TransferPath(STAGES["features"], ShmTransport(None))
+SHM = HandoverPath(STAGES["features"], ShmTransport(None))
 
 
 def record(*refs, model="m"):
@@ -48,13 +47,13 @@ def test_items_have_their_own_steps_which_count_for_their_request():
     with request.finding(image()) as timeline, timeline.measure("fetch"):
         timeline.num_misses += 1
     (item,) = request.items.values()
-    assert [step.stage for step in item.timeline.steps] == ["fetch"]
+    assert [step.name for step in item.timeline.steps] == ["fetch"]
     assert (request.timeline.steps, request.timeline.num_misses) == ([], 1)
     assert request.timeline.seconds.keys() == {"fetch"}
     assert request.timeline.started_at <= item.started_at <= item.timeline.steps[0].started_at <= item.ended_at
     item.mm_hash = HASH
-    request.encoded(HASH, time.perf_counter())
-    assert [step.stage for step in item.timeline.steps] == ["fetch", "encode"]
+    request.embedded(HASH, time.perf_counter())
+    assert [step.name for step in item.timeline.steps] == ["fetch", "encode"]
 
 
 def test_failed_item_has_the_code_of_its_error():
@@ -88,14 +87,14 @@ def test_request_shows_what_it_waits_for():
 
 
 @pytest.mark.parametrize(
-    ("is_hit", "stages", "outcome"),
+    ("is_hit", "steps", "outcome"),
     [(True, (), "hit"), (False, ("decode", "process"), "new"), (False, ("fetch",), "shared"), (None, (), "sent")],
 )
-def test_item_shows_how_it_was_found(is_hit, stages, outcome):
+def test_item_shows_how_it_was_found(is_hit, steps, outcome):
     request = record(image())
     with request.finding(image()) as own:
-        for stage in stages:
-            own.add(stage, 0.01)
+        for step in steps:
+            own.add(step, 0.01)
     request.prepared([staged(image(), is_hit=is_hit)], [300])
     (item,) = request_view(request).items
     assert (item.outcome, item.bytes, item.width, item.tokens, item.source) == (outcome, 4, 640, 300, "body")

@@ -1,4 +1,4 @@
-"""Which transfer paths a gateway tries, and in which order; and what each transport sends."""
+"""Which hand-over paths a gateway tries, and in which order; and what each transport sends."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,10 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.gateway import InlineTransport, PullTransport, ShmTransport, Transport, Transports
-from medialane.observability import StageTimeline
+from medialane.observability import RequestTimeline
 from medialane.types.errors import HandoverFailed
 from medialane.types.feature import Embedding, Feature, MediaPayload, RemoteEntry
-from medialane.types.media import MediaSize
-from medialane.types.stage import STAGES
+from medialane.types.media import STAGES, MediaSize
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 SPEC = TensorSpec("uint8", (1000,))
@@ -113,11 +112,11 @@ def payload(*tensors, embedding=None):
 
 async def test_shm_sends_descriptors_without_bytes():
     payloads = [payload(NOWHERE)]
-    assert await ShmTransport(None).publish(payloads, StageTimeline()) is payloads
+    assert await ShmTransport(None).publish(payloads, RequestTimeline()) is payloads
 
 
 async def test_pull_sends_the_right_to_copy_with_every_entry():
-    first, second = await PullTransport(Grants(), "tcp").publish([payload(NOWHERE), payload()], StageTimeline())
+    first, second = await PullTransport(Grants(), "tcp").publish([payload(NOWHERE), payload()], RequestTimeline())
     assert (first.remote.range, first.remote.mover, first.tensors) == (NOWHERE.range, "tcp", (NOWHERE,))
     assert second.remote is None, "an item without large tensors"
 
@@ -127,18 +126,18 @@ async def test_inline_sends_the_bytes_up_to_its_limit():
     reservation = arena.reserve(layout([SPEC])[1])
     (tensor,) = describe(reservation.range, [SPEC])
     arena.view.tensor(tensor, writable=True)[:] = bytes(range(250)) * 4
-    lease = arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
-    timeline = StageTimeline()
+    pin = arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
+    timeline = RequestTimeline()
     (sent,) = await InlineTransport(arena.view.tensor, SPEC.nbytes).publish([payload(tensor)], timeline)
     assert bytes(sent.tensors[0].data) == bytes(range(250)) * 4
     assert timeline.copied_bytes == SPEC.nbytes
     with pytest.raises(HandoverFailed, match="1000 bytes of media exceed the limit of 999 bytes"):
         await InlineTransport(arena.view.tensor, SPEC.nbytes - 1).publish([payload(tensor)], timeline)
-    lease.release()
+    pin.release()
     del sent
     arena.close()
 
 
 async def test_inline_does_not_send_embeddings():
     with pytest.raises(HandoverFailed, match="embeddings"):
-        await InlineTransport(None, 1 << 20).publish([payload(embedding=Embedding("k", NOWHERE))], StageTimeline())
+        await InlineTransport(None, 1 << 20).publish([payload(embedding=Embedding("k", NOWHERE))], RequestTimeline())

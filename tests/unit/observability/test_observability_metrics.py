@@ -3,7 +3,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.observability import (
     Metrics,
-    StageTimeline,
+    RequestTimeline,
     queue_metrics,
     routing_metrics,
     store_metrics,
@@ -40,7 +40,7 @@ def metrics(registry):
 
 
 def test_request_is_counted_by_stage_outcome_and_bytes(metrics, registry):
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     timeline.add("decode", 0.02)
     timeline.num_hits, timeline.num_misses, timeline.copied_bytes = 2, 1, 1000
     metrics.observe(timeline)
@@ -53,7 +53,7 @@ def test_request_is_counted_by_stage_outcome_and_bytes(metrics, registry):
 
 
 def test_time_to_first_token_is_of_requests_that_had_one(metrics, registry):
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     metrics.observe(timeline)
     metrics.observe(timeline, 600.0)
     assert registry.get_sample_value("medialane_time_to_first_token_seconds_count") == 1
@@ -77,7 +77,7 @@ def test_queues_and_waits_are_exposed_for_autoscalers(metrics, registry):
 
 def test_failures_are_counted_by_type(metrics, registry):
     metrics.request_errors.labels("invalid_image").inc()
-    metrics.transfer_fallbacks.labels("features/shm", "handover_failed").inc()
+    metrics.handover_fallbacks.labels("features/shm", "handover_failed").inc()
     metrics.worker_losses.labels("unix:/w0").inc()
     value = registry.get_sample_value
     assert value("medialane_request_errors_total", {"code": "invalid_image"}) == 1

@@ -6,18 +6,18 @@ import time
 import msgspec
 import pytest
 
-from medialane.observability import MAX_STEPS, StageTimeline, TimelineReport
+from medialane.observability import MAX_STEPS, RequestTimeline, TimelineReport
 
 
 def test_stage_of_concurrent_items_takes_as_long_as_its_longest():
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     for seconds in (0.2, 0.5, 0.1):
         timeline.add("decode", seconds)
     assert timeline.seconds == {"decode": 0.5}
 
 
 def test_failed_stage_is_measured():
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     with pytest.raises(KeyError), timeline.measure("fetch"):
         raise KeyError
     assert timeline.seconds["fetch"] > 0
@@ -27,13 +27,13 @@ def test_failed_stage_is_measured():
     ("num_hits", "num_misses", "outcome"), [(0, 0, "none"), (2, 0, "hit"), (0, 1, "miss"), (1, 1, "mixed")]
 )
 def test_cache_outcome(num_hits, num_misses, outcome):
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     timeline.num_hits, timeline.num_misses = num_hits, num_misses
     assert timeline.cache == outcome
 
 
 def test_part_done_by_another_process_is_added():
-    timeline, other = StageTimeline(), StageTimeline()
+    timeline, other = RequestTimeline(), RequestTimeline()
     now = time.perf_counter()
     for one, seconds in ((timeline, 0.2), (other, 0.5)):
         one.add("decode", seconds, now - 1)
@@ -46,14 +46,14 @@ def test_part_done_by_another_process_is_added():
     timeline.merge(report)
     assert timeline.seconds == {"decode": 0.5, "fetch": 0.3, "process": 0.4}
     assert (timeline.num_hits, timeline.num_misses, timeline.copied_bytes) == (3, 3, 15)
-    starts = {(step.stage, step.seconds): now - step.started_at for step in timeline.steps}
+    starts = {(step.name, step.seconds): now - step.started_at for step in timeline.steps}
     assert starts == pytest.approx(
         {("decode", 0.2): 1, ("decode", 0.5): 1, ("fetch", 0.1): 2, ("process", 0.4): 0.5}, abs=0.1
     )
 
 
 def test_steps_of_a_long_request_are_not_all_kept():
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     for _ in range(2 * MAX_STEPS):
         with timeline.measure("route"):
             pass
@@ -62,13 +62,13 @@ def test_steps_of_a_long_request_are_not_all_kept():
 
 
 def test_empty_report_changes_nothing():
-    timeline = StageTimeline()
-    timeline.merge(StageTimeline().report())
+    timeline = RequestTimeline()
+    timeline.merge(RequestTimeline().report())
     assert (timeline.seconds, timeline.cache, timeline.copied_bytes) == ({}, "none", 0)
 
 
 def test_server_timing_is_a_list_of_metrics_in_milliseconds():
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     timeline.add("fetch", 0.0125)
     timeline.copied_bytes = 7
     assert "embeddings" not in timeline.server_timing()

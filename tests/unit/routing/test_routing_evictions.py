@@ -9,8 +9,7 @@ import pytest
 
 from medialane.routing import Router, RoutingConfig, RoutingRequest
 from medialane.testing.simulated import SimulatedConfig
-from medialane.types.block_hash import prompt_block_ids
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange, prompt_block_ids
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))

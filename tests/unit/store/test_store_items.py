@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 from builders import bytes_beside_payload
 from medialane.arena import FillWriter
 from medialane.media import MediaConfig
-from medialane.observability import StageTimeline
+from medialane.observability import RequestTimeline
 from medialane.prepare import Described
 from medialane.store import (
     Aliases,
@@ -151,14 +151,14 @@ class World:
 
     async def find(self, ref, form="processed", processing=PLAIN, **given):
         """Find an item and release it; return whether it was cached, its value and the timeline."""
-        timeline = StageTimeline()
+        timeline = RequestTimeline()
         found = await self.items.find(ItemSource(ref, timeline, **given), form, processing)
-        value = found.lease.value
-        found.lease.release()
+        value = found.pin.value
+        found.pin.release()
         return found.is_hit, value, timeline
 
     async def describe(self, ref, options=b"{}", size=None, **given):
-        return await self.items.describe(ItemSource(ref, StageTimeline(), **given), options, size)
+        return await self.items.describe(ItemSource(ref, RequestTimeline(), **given), options, size)
 
     async def keep_embedding(self, mm_hash, encoder):
         """Cache the embedding of an item, as a worker does."""
@@ -259,12 +259,12 @@ async def test_bytes_that_are_evicted_at_once_are_fetched_a_few_times_only(world
 
 async def test_item_that_is_found_at_the_second_attempt_is_one_miss(world):
     """The store tries again when its clients have released what they do not use."""
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     world.pool.error = ArenaFull("full")
     with pytest.raises(ArenaFull):
         await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)
     world.pool.error = None
-    (await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)).lease.release()
+    (await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)).pin.release()
     assert (timeline.num_hits, timeline.num_misses, timeline.cache) == (0, 1, "miss")
 
 
@@ -387,13 +387,13 @@ async def test_item_whose_embedding_is_cached_is_a_feature_without_tensors(world
     embedding = await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
     if not is_processed:
         assert arena.evict(feature.mm_hash)
-    timeline = StageTimeline()
+    timeline = RequestTimeline()
     found = await world.items.find(ItemSource(by_url(), timeline), "processed", WITH_ENCODER)
-    assert (found.is_hit, found.lease.range) == (True, embedding.tensor.range)
-    assert found.lease.value.embedding == embedding
-    assert (found.lease.value.mm_hash, found.lease.value.tensors) == (feature.mm_hash, ())
+    assert (found.is_hit, found.pin.range) == (True, embedding.tensor.range)
+    assert found.pin.value.embedding == embedding
+    assert (found.pin.value.mm_hash, found.pin.value.tensors) == (feature.mm_hash, ())
     assert (timeline.num_hits, len(world.pool.prepared)) == (1, 1)
-    found.lease.release()
+    found.pin.release()
     assert world.items.embeddings.stats.num_found == 1
 
 

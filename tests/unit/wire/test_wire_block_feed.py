@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medialane.gateway.workers.reports import MAX_WAITING_BYTES, BlockInbox
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.wire import HEADER, KvBlocks, decode_from_worker
 from medialane.worker.reports import MAX_WAITING_BLOCKS, PIECE_BLOCKS, BlockFeed
 
@@ -111,7 +111,7 @@ def test_too_many_queued_changes_become_one_snapshot():
     for start in range(0, 2 * MAX_WAITING_BLOCKS, 4096):
         cache.change(range(start, start + 4096), range(start - 4096, start))
     pieces = cache.pieces()
-    assert cache.feed.num_snapshots == 2
+    assert [p.snapshot for p in pieces] == [True] + [False] * (len(pieces) - 1)
     assert len(pieces) <= -(-(MAX_WAITING_BLOCKS + 8192) // PIECE_BLOCKS)
     assert not view.receive(*pieces)
     assert view.settle()[0] == cache.held[0]

@@ -39,7 +39,7 @@ from medialane.types.request import Endpoint, WorkerRole, WorkerState
 from medialane.types.stats import ArenaStats, MediaLeaseStats, PoolStats, ProcessKind
 
 #: In the order in which requests are in them.
-STAGES = (
+STEPS = (
     "upload", "intake", "admission", "fetch", "prepare", "decode", "process", "assemble", "encode", "route", "handover",
     "queue", "prefill", "answer",
 )  # fmt: skip
@@ -72,7 +72,7 @@ class RequestGroup(Sums):
         self.oldest_ms = max(self.oldest_ms, ms)
 
 
-class StageSums(Sums):
+class StepSums(Sums):
     """Requests that run, and wait for the same."""
 
     num: int = 0
@@ -82,19 +82,19 @@ class StageSums(Sums):
 class RequestSums(Sums):
     """What the requests of a gateway, or of several, add up to."""
 
-    stages: dict[str, StageSums] = msgspec.field(default_factory=dict)
+    stages: dict[str, StepSums] = msgspec.field(default_factory=dict)
     by_worker: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     by_tenant: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     by_origin: dict[str, RequestGroup] = msgspec.field(default_factory=dict)
     steps: dict[int, RateStep] = msgspec.field(default_factory=dict)
 
     def add_live(self, record: RequestRecord) -> None:
-        stage = record.stage or "answer"
-        self.stages[stage] = self.stages.get(stage, StageSums()) + StageSums(1, round(record.stage_ms, 1))
+        step = record.step or "answer"
+        self.stages[step] = self.stages.get(step, StepSums()) + StepSums(1, round(record.step_ms, 1))
         if (group := _group(self.by_worker, record.worker)) is not None:
             group.live += 1
             if record.timeline.current == "prefill":
-                group.waiting(record.stage_ms)
+                group.waiting(record.step_ms)
         if (group := _group(self.by_tenant, record.tenant)) is not None:
             group.live += 1
             if record.first_token_at is None:
@@ -286,10 +286,10 @@ class WorkersView(msgspec.Struct, frozen=True):
 
 
 class LiveView(msgspec.Struct, frozen=True):
-    """Requests that run, by what they wait for, in the order of STAGES."""
+    """Requests that run, by what they wait for, in the order of STEPS."""
 
     num: int
-    stages: dict[str, StageSums]
+    stages: dict[str, StepSums]
     listed: list[RequestView]
 
 
@@ -357,7 +357,7 @@ async def whole_state(
         caches=sum((step.caches for number, step in sums.steps.items() if number > since), start=CacheSums()),
         live=LiveView(
             sum(part.gateway.live or 0 for part in known),
-            {name: sums.stages[name] for name in STAGES if name in sums.stages},
+            {name: sums.stages[name] for name in STEPS if name in sums.stages},
             sorted((view for part in known for view in part.live), key=attrgetter("received_at"))[:MAX_LIVE],
         ),
         rates=series(sums.steps, now),

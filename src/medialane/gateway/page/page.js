@@ -4,7 +4,7 @@
 import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
 import {findings, silence, times, watchPauses, worstFirst} from './findings.js';
 import * as requests from './requests.js';
-import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
+import {CELLS, LANES, PART, PARTS, cellOf, spent} from './steps.js';
 
 /** Rows of each section: the worst or the latest. */
 const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_SENDERS = 5;
@@ -196,7 +196,7 @@ function draw() {
     show(find('#content'), true);
     show(find('#first'), false);
   }
-  for (const part of [drawHeader, drawFindings, drawStages, drawCharts, drawRequests, drawWorkers, drawDecisions, drawMedia, drawCaches, drawSenders, drawProblems, showLink]) part();
+  for (const part of [drawHeader, drawFindings, drawSteps, drawCharts, drawRequests, drawWorkers, drawDecisions, drawMedia, drawCaches, drawSenders, drawProblems, showLink]) part();
 }
 
 function showLink() {
@@ -265,8 +265,8 @@ for (const lane of LANES) {
   const inside = make('div');
   for (const cell of lane.cells) {
     const names = make('div', {class: 'name'}, ...cell.parts.map((name) =>
-      make('span', {class: 'part', title: PART[name].text}, make('i', {class: `swatch stage-${name}`}), PART[name].title)));
-    const node = make('div', {class: 'stage', 'data-cell': cell.name}, names, make('div', {class: 'count'}), make('div', {class: 'level'}, make('i', {class: `stage-${cell.parts.at(-1)}`})), make('div', {class: 'time'}));
+      make('span', {class: 'part', title: PART[name].text}, make('i', {class: `swatch step-${name}`}), PART[name].title)));
+    const node = make('div', {class: 'step', 'data-cell': cell.name}, names, make('div', {class: 'count'}), make('div', {class: 'level'}, make('i', {class: `step-${cell.parts.at(-1)}`})), make('div', {class: 'time'}));
     cells.set(cell.name, node);
     inside.append(node);
   }
@@ -274,13 +274,13 @@ for (const lane of LANES) {
   find('.lanes').append(box);
 }
 
-function drawStages() {
+function drawSteps() {
   const {num, stages} = page.state.live;
   const here = Object.fromEntries(CELLS.map((cell) => [cell.name, {num: 0, oldest_ms: 0}]));
-  for (const [name, stage] of Object.entries(stages)) {
+  for (const [name, step] of Object.entries(stages)) {
     const cell = here[cellOf(name)];
-    cell.num += stage.num;
-    cell.oldest_ms = Math.max(cell.oldest_ms, stage.oldest_ms);
+    cell.num += step.num;
+    cell.oldest_ms = Math.max(cell.oldest_ms, step.oldest_ms);
   }
   const most = Math.max(1, ...Object.values(here).map((cell) => cell.num));
   for (const cell of CELLS) {
@@ -293,7 +293,7 @@ function drawStages() {
     mark(time, isLong ? 'time trouble' : 'time');
     write(time, isLong ? `longest ${ms(oldest)}` : typical(page.latest, cell));
   }
-  write(find('#stages-note'), `${plural(num, 'request')} in flight`);
+  write(find('#steps-note'), `${plural(num, 'request')} in flight`);
 }
 
 /** The median of each part of a cell. */
@@ -610,8 +610,8 @@ find('#theme').addEventListener('click', () => {
 });
 useTheme(theme());
 
-find('#help-stages').append(...PARTS.flatMap((part) => [
-  make('dt', {}, make('i', {class: `swatch stage-${part.name}`}), ` ${part.title}`), make('dd', {}, part.text)]));
+find('#help-steps').append(...PARTS.flatMap((part) => [
+  make('dt', {}, make('i', {class: `swatch step-${part.name}`}), ` ${part.title}`), make('dd', {}, part.text)]));
 const help = find('#help');
 find('#help-open').addEventListener('click', () => help.showModal());
 

@@ -1,7 +1,7 @@
 // The list of requests, its filters, and one request in full.
 
 import {ago, bytes, count, find, head, list, make, mark, ms, percent, plural, say, shortName, show, size, write} from './draw.js';
-import {PART, spent, waitsFor} from './stages.js';
+import {PART, spent, waitsFor} from './steps.js';
 
 /** Rows that are drawn; the heading says how many there are. */
 const MOST_ROWS = 24;
@@ -153,7 +153,7 @@ function drawBar(bar, parts, total, share) {
   while (bar.children.length < parts.length) bar.append(make('i'));
   parts.forEach((part, i) => {
     const piece = bar.children[i];
-    mark(piece, `stage-${part.name}${part.isRunning && part.name !== 'answer' ? ' running' : ''}`);
+    mark(piece, `step-${part.name}${part.isRunning && part.name !== 'answer' ? ' running' : ''}`);
     size(piece, 'width', `${(100 * share * part.ms / sum).toFixed(1)}%`);
   });
   say(bar, parts.map((part) => `${PART[part.name].title} ${ms(part.ms)}`).join(' · '));
@@ -216,21 +216,21 @@ function facts(view) {
 
 const errorBox = (error) => make('p', {class: 'error-box'}, make('b', {}, error.code), error.reason ? `: ${error.reason}` : '');
 
-/** The stages one below the other, each where the ones before it end. */
+/** The steps one below the other, each where the ones before it end. */
 function fall(view) {
   const parts = spent(view);
   if (!parts.length) return null;
   const sum = parts.reduce((all, part) => all + part.ms, 0) || 1;
   let before = 0;
   const lines = parts.flatMap((part) => {
-    const piece = make('i', {class: `stage-${part.name}`});
+    const piece = make('i', {class: `step-${part.name}`});
     piece.style.left = `${(100 * before) / sum}%`;
     piece.style.width = `${(100 * part.ms) / sum}%`;
     before += part.ms;
     return [make('span', {}, PART[part.name].title), make('span', {class: 'track'}, piece),
       make('span', {class: part.isRunning ? 'num trouble' : 'num'}, `${ms(part.ms)}${part.isRunning ? ' …' : ''}`)];
   });
-  return make('div', {}, make('h3', {}, 'Stages'), make('div', {class: 'fall'}, ...lines));
+  return make('div', {}, make('h3', {}, 'Steps'), make('div', {class: 'fall'}, ...lines));
 }
 
 const OUTCOMES = {hit: 'cached', shared: 'made for another request at the same time', new: 'new, prepared', sent: 'sent as it is'};

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from medialane.gateway.request.transfer_paths import TransferPath
-from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
+from medialane.gateway.request.handover_paths import HandoverPath
+from medialane.observability.timeline import MAX_STEPS, LiveStep, RequestTimeline
 from medialane.types.errors import ErrorReport, MedialaneError
 from medialane.types.feature import MediaSpan, MoverName, StagedItem
 from medialane.types.media import MediaRef, MediaSize
@@ -56,8 +56,8 @@ class ItemRecord:
         self.source: Source = _source(ref)
         self.origin = _origin(ref.url or "")
         self.num_bytes = len(ref.data or b"")
-        self.timeline = StageTimeline()
-        self.live: StageTimeline | None = None
+        self.timeline = RequestTimeline()
+        self.live: RequestTimeline | None = None
         self.started_at = self.ended_at = 0.0
         self.error = ""
         #: How long it was asked for, or prepared for another request.
@@ -69,7 +69,7 @@ class ItemRecord:
         self.feature_bytes = 0
         self.size = MediaSize()
 
-    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
+    def found(self, timeline: RequestTimeline, shared_ms: float) -> None:
         """Add the times of having found or made it, or of having failed to."""
         self.live, self.started_at = None, self.started_at or timeline.started_at
         self.ended_at, self.shared_ms = time.perf_counter(), shared_ms
@@ -99,7 +99,7 @@ def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
     return "encoded" if span.mm_hash in first.embedded else "unkept"
 
 
-def is_prepared(timeline: StageTimeline) -> bool:
+def is_prepared(timeline: RequestTimeline) -> bool:
     """Return whether a preparer has worked for it."""
     return "decode" in timeline.seconds or "process" in timeline.seconds
 
@@ -138,7 +138,7 @@ class Attempt:
     with which the attempt ended, empty if it was answered; what the engine had cached, and the time to the first token,
     are None until it was."""
 
-    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+    def __init__(self, worker: str, rank: int, path: HandoverPath | None) -> None:
         self.worker = worker
         self.rank = rank
         self.path = path
@@ -167,7 +167,7 @@ class RequestRecord:
     """
 
     def __init__(self) -> None:
-        self.timeline = StageTimeline()
+        self.timeline = RequestTimeline()
         self.received_at = time.time()
         self.id = ""
         self.path = ""
@@ -199,7 +199,7 @@ class RequestRecord:
         """Record that an item is looked up or made during the block. Its times are added to the request's."""
         return _Finding(self, self.items.get(ref.param))
 
-    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
+    def found(self, timeline: RequestTimeline, shared_ms: float) -> None:
         """Add the times of having found or made an item."""
         self.timeline.absorb(timeline)
         self.shared_ms = max(self.shared_ms, shared_ms)
@@ -210,7 +210,7 @@ class RequestRecord:
             if (record := self.items.get(item.ref.param)) is not None:
                 record.prepared(item, count)
 
-    def encoded(self, mm_hash: str, started_at: float) -> None:
+    def embedded(self, mm_hash: str, started_at: float) -> None:
         """Record that an encoder has had an item since then."""
         now = time.perf_counter()
         self.timeline.add("encode", now - started_at)
@@ -219,7 +219,7 @@ class RequestRecord:
                 item.timeline.add("encode", now - started_at, started_at)
                 item.ended_at = now
 
-    def sending(self, decision: RoutingDecision, path: TransferPath | None = None, *, is_sent: bool = True) -> None:
+    def sending(self, decision: RoutingDecision, path: HandoverPath | None = None, *, is_sent: bool = True) -> None:
         """Record how and where a prompt is sent, or is about to be; text has no `path`. The last call counts: earlier
         attempts have failed. But of several prompts (documents that are scored) one with media counts."""
         attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, path)
@@ -231,7 +231,7 @@ class RequestRecord:
         """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
         self.timeline.enter("prefill" if self.streams else "answer")
 
-    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+    def attempt_failed(self, worker: str, rank: int, path: HandoverPath | None, code: str) -> None:
         """Record that a prompt was not sent to this worker, or not answered there."""
         attempt = self._open_attempt(worker, rank) or self._add_attempt(worker, rank, path)
         attempt.error = code
@@ -303,19 +303,19 @@ class RequestRecord:
         return self.error is not None and self.error.code != "client_disconnected"
 
     @property
-    def stage(self) -> LiveStage | None:
+    def step(self) -> LiveStep | None:
         """What it waits for: the first of its items that is not there yet, or the request itself."""
         if self.ended_at is not None:
             return None
         return self.waits_in.current
 
     @property
-    def stage_ms(self) -> float:
+    def step_ms(self) -> float:
         """How long it has waited for that."""
         return self.waits_in.current_ms
 
     @property
-    def waits_in(self) -> StageTimeline:
+    def waits_in(self) -> RequestTimeline:
         """The timeline of what it waits for."""
         live = [item.live for item in self.items.values() if item.live is not None]
         return min(live, key=lambda each: (each.current != "fetch", each.entered_at)) if live else self.timeline
@@ -335,7 +335,7 @@ class RequestRecord:
     def total_ms(self) -> float:
         return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
 
-    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+    def _add_attempt(self, worker: str, rank: int, path: HandoverPath | None) -> Attempt:
         attempt = Attempt(worker, rank, path)
         if len(self.attempts) < MAX_ITEMS:
             self.attempts.append(attempt)
@@ -348,10 +348,10 @@ class _Finding:
     def __init__(self, request: RequestRecord, item: ItemRecord | None) -> None:
         self._request = request
         self._item = item
-        self._timeline = StageTimeline()
+        self._timeline = RequestTimeline()
         self._timeline.enter("fetch")
 
-    def __enter__(self) -> StageTimeline:
+    def __enter__(self) -> RequestTimeline:
         if self._item is not None:
             self._item.live = self._timeline
         return self._timeline

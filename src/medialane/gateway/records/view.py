@@ -24,7 +24,7 @@ from medialane.gateway.records.record import (
 )
 from medialane.gateway.records.report import RoutingReport, routing_of
 from medialane.observability.logging import ACCESS_LOGGER
-from medialane.observability.timeline import LiveStage, StageTimeline
+from medialane.observability.timeline import LiveStep, RequestTimeline
 
 logger = logging.getLogger(ACCESS_LOGGER)
 
@@ -60,7 +60,7 @@ class ItemView(msgspec.Struct, frozen=True):
     origin: str | None
     outcome: ItemOutcome | None
     embedding: EmbeddingOutcome | None
-    stage: LiveStage | None
+    stage: LiveStep | None
     stages_ms: dict[str, float]
     bytes: int | None
     feature_bytes: int | None
@@ -82,7 +82,7 @@ class RequestView(msgspec.Struct, frozen=True):
     model: str | None
     tenant: str | None
     streams: bool | None
-    stage: LiveStage | None
+    stage: LiveStep | None
     total_ms: float
     ttft_ms: float | None
     stages_ms: dict[str, float]
@@ -108,10 +108,10 @@ def request_view(record: RequestRecord, gateway: str = "0", *, is_full: bool = F
         model=record.model,
         tenant=record.tenant,
         streams=record.streams,
-        stage=record.stage,
+        stage=record.step,
         total_ms=round(record.total_ms, 1),
         ttft_ms=None if (ttft_ms := record.ttft_ms) is None else round(ttft_ms, 1),
-        stages_ms=_stages_of(record),
+        stages_ms=_steps_of(record),
         num_items=record.num_items,
         items=tuple(_item_view(item) for item in record.items.values()),
         worker=record.worker,
@@ -134,7 +134,7 @@ def _item_view(item: ItemRecord) -> ItemView:
         outcome=item.outcome,
         embedding=item.embedding,
         stage=None if item.live is None else item.live.current,
-        stages_ms=_stages_ms(item.timeline, item.live, item.shared_ms),
+        stages_ms=_steps_ms(item.timeline, item.live, item.shared_ms),
         bytes=item.num_bytes or None,
         feature_bytes=item.feature_bytes or None,
         width=item.size.width or None,
@@ -151,24 +151,24 @@ def _attempt_view(attempt: Attempt) -> AttemptView:
     return AttemptView(attempt.worker, attempt.rank, stage, transport, attempt.error)
 
 
-def _stages_of(record: RequestRecord) -> dict[str, float]:
-    stages = _stages_ms(record.timeline, None if record.ended_at is not None else record.waits_in, record.shared_ms)
+def _steps_of(record: RequestRecord) -> dict[str, float]:
+    steps = _steps_ms(record.timeline, None if record.ended_at is not None else record.waits_in, record.shared_ms)
     if record.first_token_at is not None:
-        stages["answer"] = round(((record.ended_at or time.perf_counter()) - record.first_token_at) * 1000, 1)
-    return stages
+        steps["answer"] = round(((record.ended_at or time.perf_counter()) - record.first_token_at) * 1000, 1)
+    return steps
 
 
-def _stages_ms(timeline: StageTimeline, live: StageTimeline | None, shared_ms: float) -> dict[str, float]:
-    """Return the milliseconds of each stage; of the current one of `live`, those so far. `shared_ms` are those in which
+def _steps_ms(timeline: RequestTimeline, live: RequestTimeline | None, shared_ms: float) -> dict[str, float]:
+    """Return the milliseconds of each step; of the current one of `live`, those so far. `shared_ms` are those in which
     another request's preparation was waited for."""
-    stages: dict[str, float] = {
+    steps: dict[str, float] = {
         name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
     }
     if shared_ms >= _LEAST_MS and not is_prepared(timeline):
-        stages["prepare"] = round(shared_ms, 1)
+        steps["prepare"] = round(shared_ms, 1)
     if live is not None:
-        stages[live.current] = round(live.current_ms, 1)
-    return stages
+        steps[live.current] = round(live.current_ms, 1)
+    return steps
 
 
 def log_end(method: str, path: str, record: RequestRecord) -> None:

@@ -1,8 +1,8 @@
 """Runs one request: it is admitted, sent to a worker, streamed, and goes on at another worker if its own is lost.
 
-Theory of operation. An *attempt* is one request to one worker, by one transfer path. While none has given any output, a
-request is repeated whole: by the next transfer path, or at another worker if its own is lost, busy or refuses what it
-was sent. The scope of the request holds the media meanwhile.
+Theory of operation. An *attempt* is one request to one worker, by one hand-over path. While none has given any output,
+a request is repeated whole: by the next hand-over path, or at another worker if its own is lost, busy or refuses what
+it was sent. The scope of the request holds the media meanwhile.
 
 Once there is output, what the client has had stands (`answer`). Each choice that is not finished goes on as a request
 of its own: its prompt is the first one's, with the same media, and behind it the tokens that were delivered. What needs
@@ -26,10 +26,10 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.records import AttemptTrace
 from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
+from medialane.gateway.request.handover_paths import HandoverPath, Transports, prompt_for
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
-from medialane.gateway.request.store_features import StoreFeatures
-from medialane.gateway.request.transfer_paths import TransferPath, Transports, prompt_for
+from medialane.gateway.request.store_items import StoreItems
 from medialane.gateway.workers.client import RemoteRequest
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool, on_hosts_of
@@ -50,9 +50,9 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.types.feature import MediaPrompt, PlacedFeature, PreparedPrompt
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds
+from medialane.types.media import StageChoice
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
-from medialane.types.stage import StageChoice
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Call(NamedTuple):
     prepared: PreparedPrompt | None
     scope: RequestScope
     route: Route
-    paths: Sequence[TransferPath | None]
+    paths: Sequence[HandoverPath | None]
     continuable: Continuable | None = None
     lost: tuple[str, ...] = ()
     suspects: tuple[_Suspect, ...] = ()
@@ -109,14 +109,14 @@ class Call(NamedTuple):
 
 
 class RequestRunner:
-    """Answers the requests of one gateway: chooses workers and transfer paths, and sends. One event loop."""
+    """Answers the requests of one gateway: chooses workers and hand-over paths, and sends. One event loop."""
 
     def __init__(
         self,
         *,
         config: GatewayConfig,
         transports: Transports,
-        features: StoreFeatures,
+        store_items: StoreItems,
         workers: WorkerPool,
         routes: Routes,
         metrics: Metrics,
@@ -132,7 +132,7 @@ class RequestRunner:
         self.metrics = metrics
         self._config = config
         self._transports = transports
-        self._features = features
+        self._store_items = store_items
         self._encoders = encoders
         self._queues = queues
         self._has_priorities = has_priorities
@@ -145,7 +145,7 @@ class RequestRunner:
     async def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Generate at the best worker, its media transferred by the first transfer path that works; at another worker
+        """Generate at the best worker, its media handed over by the first hand-over path that works; at another worker
         if that is lost, where an answer that has begun goes on if it is `continuable`.
 
         `prepared` is the prompt with its media, None for text. Closing the generator aborts the request at the worker.
@@ -221,10 +221,10 @@ class RequestRunner:
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
         scope.timeline.enter("encode")
         headers = None if scope.trace is None else scope.trace.headers
-        encoded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
-        if not encoded:
+        embedded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
+        if not embedded:
             return prepared
-        features = await prepared.media.with_embeddings(encoded)
+        features = await prepared.media.with_embeddings(embedded)
         placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
@@ -279,8 +279,8 @@ class RequestRunner:
         *,
         excluded: frozenset[str] = frozenset(),
         block_ids: dict[int, BlockIds] | None = None,
-    ) -> tuple[Route, Sequence[TransferPath | None]]:
-        """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
+    ) -> tuple[Route, Sequence[HandoverPath | None]]:
+        """Choose a worker, and the hand-over paths to it in the order of preference. Raises NoWorkerReady."""
         self.workers.check_ready()
         with scope.timeline.measure("route") as step:
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
@@ -330,7 +330,7 @@ class RequestRunner:
 
     @while_connected
     async def send(self, call: Call, trace_headers: dict[str, str] | None) -> RemoteRequest:
-        """Transfer the request by its first path. Raises HandoverFailed, WorkerLost."""
+        """Hand the request over by its first path. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, path = call.request, call.prepared, call.route, call.paths[0]
         timeline = call.scope.timeline
         self._num_sent += 1
@@ -365,8 +365,8 @@ class RequestRunner:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
         if call.ticket is not None:
             call.ticket.sent()
-        if call.scope.arrival is not None:
-            call.scope.arrival.sent()
+        if self._queues is not None:
+            self._queues.sent(call.scope)
         call.scope.record.sending(call.route.routed.decision, call.paths[0], is_sent=is_sent)
 
     @while_connected
@@ -383,21 +383,21 @@ class RequestRunner:
             self.metrics.embeddings.labels("fallback").inc(num_items)
         return num_items > 0
 
-    def untransferable(self, error: MedialaneError, prepared: PreparedPrompt | None) -> MedialaneError:
+    def handover_error(self, error: MedialaneError, prepared: PreparedPrompt | None) -> MedialaneError:
         """Return the error of a request without further attempts, after the last one's: a failed hand-over is a
         matter of ours."""
         if not isinstance(error, HandoverFailed):
             return error
         if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
-            return self._features.unavailable(_MEDIA_LOST)
-        return GenerationFailed("the request's media could not be transferred to a worker")
+            return self._store_items.unavailable(_MEDIA_LOST)
+        return GenerationFailed("the request's media could not be handed over to a worker")
 
-    def _paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath | None]:
+    def _paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[HandoverPath | None]:
         if prepared is None:
             return (None,)
         paths = self._transports.paths(self._stage_for(prepared.source), link, prepared=bool(prepared.features))
         if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
-            raise self._features.unavailable(_MEDIA_LOST)
+            raise self._store_items.unavailable(_MEDIA_LOST)
         if not paths:
             raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
         return paths
@@ -440,7 +440,7 @@ class Attempts:
                     call, place = self.call, self.call.route.routed
                     call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
                     if self.has_begun:
-                        raise self._runner.untransferable(error, call.prepared) from error
+                        raise self._runner.handover_error(error, call.prepared) from error
                     await self._try_again(error)
                 finally:
                     if remote is not None:
@@ -481,8 +481,8 @@ class Attempts:
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
-        if call.scope.arrival is not None and (first.times is not None or not first.finished):
-            call.scope.arrival.flow.answered(first_at - self._sent_at)
+        if call.scope.flow is not None and (first.times is not None or not first.finished):
+            call.scope.flow.answered(first_at - self._sent_at)
         outcomes = self._runner.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
@@ -564,12 +564,12 @@ class Attempts:
 
     async def _by_the_next_path(self, error: HandoverFailed) -> Call:
         call = self.call
-        logger.warning("transfer to %s by %s failed: %s", call.route.link.name, call.paths[0], error.message)
+        logger.warning("hand-over to %s by %s failed: %s", call.route.link.name, call.paths[0], error.message)
         if await self._runner.drop_embeddings(call.prepared):
             return call  # the same path, with tensors
         if len(call.paths) == 1:
-            raise self._runner.untransferable(error, call.prepared) from error
-        self._runner.metrics.transfer_fallbacks.labels(str(call.paths[0]), error.code).inc()
+            raise self._runner.handover_error(error, call.prepared) from error
+        self._runner.metrics.handover_fallbacks.labels(str(call.paths[0]), error.code).inc()
         return call._replace(paths=call.paths[1:])
 
     def _without_features(self, error: InvalidFeature) -> Call:
@@ -580,7 +580,7 @@ class Attempts:
         if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
-        self._runner.metrics.transfer_fallbacks.labels(str(refused), error.code).inc()
+        self._runner.metrics.handover_fallbacks.labels(str(refused), error.code).inc()
         return call._replace(paths=sources)
 
 
