@@ -1,6 +1,6 @@
 """A request from the router's choice until its release: what it occupies at its slot is a queue position until its
-first token, and one in flight until its end; of another gateway's request, the queue position. With its first token it
-is compared how much of its prompt was predicted to be cached (`PredictionMonitor`).
+first token, and one in flight until its end; of another gateway's request, the queue position. With its first
+token, the engine's number of cached tokens is compared with the prediction (`PredictionMonitor`).
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ async def test_full_arena_fails_the_job_and_the_preparer_continues(arena, encode
         assert pool.stats().num_restarts == 0
 
 
-async def test_duplicate_feature_returns_a_lease_on_the_first(arena, encoded):
+async def test_duplicate_feature_returns_a_pin_on_the_first(arena, encoded):
     async with running(make_pool(arena)) as pool:
         first = await pool.prepare_item(encoded, b"{}", "a" * 64)
         second = await pool.prepare_item(encoded, b"{}", "a" * 64)

@@ -1,4 +1,4 @@
-"""Stages in which the worker processes media, with vLLM's own renderer.
+"""Prompts that arrive unexpanded: this worker processes their media and expands them, with vLLM's own renderer.
 
 In stage `decoded` an item arrives as pixels, frames or samples, which are passed to the renderer in the form of vLLM's
 own loaders; in stage `url` it arrives as encoded bytes, which those loaders decode here. Embeddings also arrive in
