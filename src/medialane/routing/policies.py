@@ -116,13 +116,13 @@ class Policy:
             masks.append(1 << scoring_input.session_slot)
             savings.append(rates.session)
         rows = bit_rows(masks, self._slots.table.shape[1])
+        new_ms: float | Scores = request.num_tokens * rates.evicted
+        if cached and rates.evicted:  # as much as a token that is not cached costs
+            ends = 1 + len(cached)
+            new_ms -= np.dot(savings[1:ends], rows[1:ends])
+            savings[1] -= self._evictions.evicted_ms(request, cached[0][0])
         scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - np.dot(savings, rows)
         if rates.evicted:
-            if cached:
-                scores += rows[1] * self._evictions.evicted_ms(request, cached[0][0])
-            new_ms: float | Scores = request.num_tokens * rates.evicted
-            for (tokens, _), row in zip(cached, rows[1:], strict=False):
-                new_ms = new_ms - row * (tokens * rates.evicted)
             scores += self._slots.reuse * new_ms
         return scores
 
