@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -179,6 +179,43 @@ def unload_adapters_by(state: Any, unload: Callable[[str], Awaitable[None]]) -> 
         return answer
 
     models.unload_lora_adapter = unload_everywhere
+
+
+# Streams
+
+#: The server-sent events of one response.
+Events = AsyncGenerator[str, None]
+
+#: Makes them of a request and its results; the last argument is vLLM's own generator, a function of results.
+MakeEvents = Callable[[Any, AsyncIterator[Any], Callable[[AsyncIterator[Any]], Events]], Events]
+
+
+def make_streams_by(state: Any, *, chat: MakeEvents, completions: MakeEvents) -> None:
+    """Have the events of streams of an app made by these functions, unless the app's flags add more than a result's
+    text to each event, or log each: parsers of tools or reasoning, usage in every event. Results of completions, of one
+    prompt only, are pairs of its number and its output."""
+    serving = state.openai_serving_chat
+    if serving is not None and not (
+        serving.parser_cls or serving.enable_log_outputs or serving.enable_force_include_usage
+    ):
+        chat_events = serving.chat_completion_stream_generator
+
+        def chat_stream(request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Events:
+            return chat(request, result_generator, lambda results: chat_events(request, results, *args, **kwargs))
+
+        serving.chat_completion_stream_generator = chat_stream
+    serving = state.openai_serving_completion
+    if serving is not None and not serving.enable_force_include_usage:
+        events = serving.completion_stream_generator
+
+        def stream(request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Events:
+            def make(results: Any) -> Events:
+                made: Events = events(request, engine_inputs, results, *args, **kwargs)
+                return made
+
+            return completions(request, result_generator, make) if len(engine_inputs) == 1 else make(result_generator)
+
+        serving.completion_stream_generator = stream
 
 
 # Uploaded speech
