@@ -267,7 +267,7 @@ class Frontend:
         if self.is_pooling:
             pooling_endpoints.install(app.state, self.renderer, backend)
         if "generate" in tasks:
-            event_template.install(app.state)
+            event_template.install(app.state, backend)
         if "transcription" in tasks:
             renderer_hook.install_speech(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever

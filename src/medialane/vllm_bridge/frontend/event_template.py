@@ -6,8 +6,8 @@ their results never reach it. It waits at its `yield` meanwhile. The next result
 last one, goes to it, with the tokens that it has not had, since it counts them. So vLLM makes every first and last
 event, usage, errors and logs; a request with an option that may change the events between is left to it altogether.
 
-An event that vLLM's generator makes without waiting is sent together with the ones before: the first text with the
-role, the end of the stream with the last text.
+Events that are ready together are sent together: the first text with the role, texts whose outputs have arrived while
+this process was busy, the end of the stream with the last text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_json
 from vllm.outputs import RequestOutput
 
+from medialane.vllm_bridge.frontend.request_backend import Generation
 from medialane.vllm_bridge.seams.api_server import Events, make_streams_by
 from medialane.vllm_bridge.seams.probe import installed_version
 from medialane.vllm_bridge.seams.table import TESTED_VLLM
@@ -29,7 +31,7 @@ from medialane.vllm_bridge.seams.table import TESTED_VLLM
 logger = logging.getLogger(__name__)
 
 #: Options of requests with any value: they change which tokens come, or nothing behind the first event. Every other
-#: option, also one of a later vLLM, must be null or have its default.
+#: option must be null, false, or have its default.
 _ANY_VALUE = frozenset(
     (
         "model", "messages", "prompt", "stream", "stream_options", "user", "request_id", "session_id", "priority",
@@ -44,17 +46,16 @@ _ANY_VALUE = frozenset(
 )  # fmt: skip
 
 
-def install(state: Any) -> None:
+def install(state: Any, backend: Generation) -> None:
     """Make the streams of the app of this `state` so, with the vLLM for which tests compare all bytes."""
     if (found := installed_version()) != TESTED_VLLM:
         logger.warning("vLLM %s makes every event of a stream: templates are tested with %s only", found, TESTED_VLLM)
         return
+    made = partial(stream, has_next=backend.has_next)
     make_streams_by(
         state,
-        chat=lambda request, results, make: stream(request, results, make, key='"delta":{"content":'),
-        completions=lambda request, results, make: stream(
-            request, results, make, key='"text":', output_of=itemgetter(1)
-        ),
+        chat=partial(made, key='"delta":{"content":'),
+        completions=partial(made, key='"text":', output_of=itemgetter(1)),
     )
 
 
@@ -63,15 +64,17 @@ def stream(
     results: AsyncIterator[Any],
     make: Callable[[AsyncIterator[Any]], Events],
     *,
+    has_next: Callable[[], bool],
     key: str,
     output_of: Callable[[Any], RequestOutput] = lambda result: result,  # type: ignore[assignment, return-value]
 ) -> Events:
-    """Return the events of `make(results)`, vLLM's generator, with the same bytes. `key` precedes the text in an event;
-    `output_of` returns vLLM's output in a result."""
+    """Return the events of `make(results)`, vLLM's generator, with the same bytes. `has_next` returns whether the next
+    result can be had without waiting; `key` precedes the text in an event; `output_of` returns vLLM's output in a
+    result."""
     if not has_plain_events(request):
         return make(results)
     remaining = _Results(results, output_of)
-    return _templated(remaining, make(remaining), key)
+    return _templated(remaining, make(remaining), key, has_next)
 
 
 def has_plain_events(request: BaseModel) -> bool:
@@ -80,13 +83,17 @@ def has_plain_events(request: BaseModel) -> bool:
     options = values["stream_options"]
     if options is not None and options.continuous_usage_stats:
         return False
-    return all(
-        name in fields and values[name] in (None, fields[name].get_default(call_default_factory=True))
-        for name in request.model_fields_set - _ANY_VALUE
-    )
+    for name in request.model_fields_set - _ANY_VALUE:
+        value = values.get(name, ...)
+        is_off = value is None or value is False  # by identity: 0 log probabilities are some
+        if not is_off and (name not in fields or value != fields[name].get_default(call_default_factory=True)):
+            return False
+    return True
 
 
-async def _templated(results: _Results, vllms: Events, key: str) -> AsyncGenerator[str, None]:
+async def _templated(
+    results: _Results, vllms: Events, key: str, has_next: Callable[[], bool]
+) -> AsyncGenerator[str, None]:
     async with aclosing(vllms):
         held = ""
         async for event in vllms:
@@ -95,10 +102,14 @@ async def _templated(results: _Results, vllms: Events, key: str) -> AsyncGenerat
             head, found, tail = ("", "", "") if results.text is None else event.partition(key + results.text)
             if not found and (results.is_last or (results.text is not None and is_alone)):
                 continue  # the next one follows at once: the text behind the role, the end behind the last text
-            yield held
-            held = ""
+            if not found or not has_next():
+                yield held
+                held = ""
             while found and (text := await results.next_text()) is not None:
-                yield f"{head}{key}{text}{tail}"
+                held += f"{head}{key}{text}{tail}"
+                if not has_next():
+                    yield held
+                    held = ""
         if held:
             yield held
 

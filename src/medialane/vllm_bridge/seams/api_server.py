@@ -195,27 +195,24 @@ def make_streams_by(state: Any, *, chat: MakeEvents, completions: MakeEvents) ->
     text to each event, or log each: parsers of tools or reasoning, usage in every event. Results of completions, of one
     prompt only, are pairs of its number and its output."""
     serving = state.openai_serving_chat
-    if serving is not None and not (
-        serving.parser_cls or serving.enable_log_outputs or serving.enable_force_include_usage
-    ):
-        chat_events = serving.chat_completion_stream_generator
-
-        def chat_stream(request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Events:
-            return chat(request, result_generator, lambda results: chat_events(request, results, *args, **kwargs))
-
-        serving.chat_completion_stream_generator = chat_stream
+    if not (serving.parser_cls or serving.enable_log_outputs or serving.enable_force_include_usage):
+        vllms = serving.chat_completion_stream_generator
+        serving.chat_completion_stream_generator = _making(chat, vllms, results_at=1)
     serving = state.openai_serving_completion
-    if serving is not None and not serving.enable_force_include_usage:
-        events = serving.completion_stream_generator
+    if not serving.enable_force_include_usage:
+        vllms = serving.completion_stream_generator
+        serving.completion_stream_generator = _making(completions, vllms, results_at=2)
 
-        def stream(request: Any, engine_inputs: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Events:
-            def make(results: Any) -> Events:
-                made: Events = events(request, engine_inputs, results, *args, **kwargs)
-                return made
 
-            return completions(request, result_generator, make) if len(engine_inputs) == 1 else make(result_generator)
+def _making(make: MakeEvents, vllms: Callable[..., Events], *, results_at: int) -> Callable[..., Events]:
+    def events(*args: Any, **kwargs: Any) -> Events:
+        def of(results: AsyncIterator[Any]) -> Events:
+            return vllms(*args[:results_at], results, *args[results_at + 1 :], **kwargs)
 
-        serving.completion_stream_generator = stream
+        results = args[results_at]
+        return of(results) if kwargs.get("num_prompts", 1) > 1 else make(args[0], results, of)
+
+    return events
 
 
 # Uploaded speech
