@@ -66,7 +66,7 @@ def stream(
     *,
     has_next: Callable[[], bool],
     key: str,
-    output_of: Callable[[Any], RequestOutput] = lambda result: result,  # type: ignore[assignment, return-value]
+    output_of: Callable[[Any], RequestOutput] = lambda result: result,
 ) -> Events:
     """Return the events of `make(results)`, vLLM's generator, with the same bytes. `has_next` returns whether the next
     result can be had without waiting; `key` precedes the text in an event; `output_of` returns vLLM's output in a
