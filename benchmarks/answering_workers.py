@@ -86,8 +86,8 @@ def _delta(request: EngineRequest, choices: Sequence[list[int]], texts: Sequence
 
 
 class CuttableWorkers:
-    """Workers of which one can be cut: `cut_busiest`. `num_cut` counts cuts, `num_lost` the requests that were there,
-    once for each cut."""
+    """Workers, one of which can be cut off: `cut_busiest`. `num_cut` counts cuts, `num_lost` the requests that were
+    there, once for each cut."""
 
     def __init__(self, workers: Sequence[AnsweringWorker], sockets: Sequence[CuttableSocket]) -> None:
         self._workers = workers

@@ -10,7 +10,7 @@ embeddings. There are as many workers in all of these, so the rows with encoders
 eight GPUs with eight.
 
 `sliding window`: a published setup. Each of 30 users sends 8 requests, one after the other, with the last five
-screenshots: four are those of the request before, but at other positions, which no prefix cache finds.
+screenshots: four repeat the previous request's, but at other positions, where no prefix cache finds them.
 
 `arena of the session trace`: see `arena_hits`.
 """

@@ -8,7 +8,7 @@ is killed in the middle of its streams, and restarted by `serve`.
 
 Each question is asked once undisturbed. A simulated token follows from all that precede it, the real ones are greedy:
 every answer's token ids, text and reason of its end must be those of the undisturbed one. Where they are not, missing
-tokens are those of the right answer that were not delivered, repeated ones those delivered that are not in it.
+tokens belong to the right answer and were not delivered; repeated ones were delivered and do not belong to it.
 
 Times are from the loss to the first token of the next worker, as the client reads it: tokens that the lost one had sent
 before do not count.
@@ -198,7 +198,7 @@ class Load:
         self.hits += [Hit(kind, stream, now, len(stream.ids)) for stream in self.at_worker(address)]
 
     def next_tokens_s(self, kind: str) -> tuple[int, list[float]]:
-        """Return the number of streams that such losses have met, and for those that went on elsewhere the times from
+        """Return the number of streams that such losses have met, and for streams that went on elsewhere the times from
         the loss to the next token."""
         if kind == _REAL:
             gaps = [gap for lost_s, streams, number in self.killed for gap in _longest_gaps(lost_s, streams)[:number]]
@@ -339,7 +339,7 @@ async def _lose_all(load: Load, workers: Sequence[Worker], losses: dict[Kind, in
 
 
 async def _candidate(load: Load, kind: Kind, among: Sequence[Worker]) -> Worker:
-    """Wait for a worker of which streams may lose it. All streams recover before one that is silent: others are not
+    """Wait for a worker that streams may lose. All streams recover before one that is silent: others are not
     lost meanwhile."""
     is_silent = kind in BY_HEARTBEATS
     while True:

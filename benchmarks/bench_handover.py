@@ -38,7 +38,7 @@ from harness import Bar, Options, Report, median, percentile
 from local_store import store_link
 from medialane.arena import ArenaConfig
 from medialane.config import process_environ
-from medialane.gateway import Gateway, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.gateway import AppBackend, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
 from medialane.observability import Metrics
 from medialane.routing import Router
 from medialane.store import HoldPasser, StoreEntries, StoreLink
@@ -152,8 +152,8 @@ async def _measure(
             gateway.close()
 
 
-def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, Gateway]:
-    """The gateway with its own components, except those that create features."""
+def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, AppBackend]:
+    """The gateway with its own components, except what creates features."""
     metrics = Metrics(CollectorRegistry())
     link = WorkerLink(
         addresses.worker,
@@ -165,10 +165,10 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
     )
     workers = WorkerPool([link])
     nothing: Any = None
-    gateway = Gateway(
+    gateway = AppBackend(
         config=GatewayConfig(stage="features"),
         transports=Transports([ShmTransport(HoldPasser(store, retention_s=0))]),
-        features=nothing,
+        store_items=nothing,
         assembler=FakeAssembler(),
         workers=workers,
         router=Router(),
@@ -181,7 +181,7 @@ class Hop:
     """Sends one feature at a time over each hand-over path, and records the times."""
 
     def __init__(
-        self, gateway: Gateway, held: Mapping[str, tuple[Feature, Hold]], requests: Connection, seen: Connection
+        self, gateway: AppBackend, held: Mapping[str, tuple[Feature, Hold]], requests: Connection, seen: Connection
     ) -> None:
         self.times = {(size, way): Times() for size in ends.SIZES for way in (OURS, *PEERS)}
         self.bare = Times()
@@ -255,7 +255,7 @@ class FoundMedia:
         return False
 
 
-async def _send_ours(gateway: Gateway, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:
+async def _send_ours(gateway: AppBackend, request_id: str, feature: Feature, hold: Hold) -> tuple[int, int]:
     """Send one request from its prepared prompt on; return (started, answered) in ns."""
     ids = ends.token_ids()
     placed = PlacedFeature(feature, PlaceholderRange(*ends.PLACEHOLDER))

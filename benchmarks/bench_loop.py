@@ -149,7 +149,7 @@ def _ticks(lags: Sequence[float]) -> list[float]:
 
 
 def lag_rows(phases: dict[str, tuple[int, int]], lags: Lags) -> list[dict[str, object]]:
-    """Return a row for each phase, of which the start and end are given."""
+    """Return a row for each phase, whose start and end are given."""
     rows: list[dict[str, object]] = []
     for phase, (begin, end) in phases.items():
         found = [(lag, max(0.0, lag - waited)) for when, lag, waited in lags if begin <= when < end]

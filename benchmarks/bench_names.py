@@ -5,7 +5,7 @@ Both are `medialane gateway` processes over the same store and the same simulate
 Cases: a short text; an image of 6 MB in base64 (a body of 8 MB), whose features are cached, sent by clients that put
 `model` before `messages`, where the router reads no further, and after them (OpenAI's), where it keeps the whole body.
 One request at a time gives the latency, eight at a time the rate. `CPU` is user and system time of gateway and router;
-a ratio is the median of those of adjacent turns, router / direct.
+a ratio is the median over adjacent turns, router / direct.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ MIN_GOODPUT = {3.0: 0.9, 5.0: 0.85}
 MAX_TTFT, MAX_TEXT_TTFT, MAX_REFUSAL_MS, MAX_CPU_SHARE, MAX_UNFAIR, MAX_AFTER_S = 1.2, 1.5, 10.0, 0.5, 0.1, 2.0
 JUDGED_LOADS = (3.0, 5.0)
 
-GOODPUT, SHARE, SERVICE = "goodput/s", "engines' share", "service of 10 times / once"
+GOODPUT, SHARE, SERVICE = "goodput/s", "engines' share", "tokens of 10 times / once"
 
 Row = dict[str, object]
 
@@ -160,7 +160,9 @@ class Bench:
         seconds = self.counted_s * (1 if self.quick else 2)
         often, seldom = await self.clients.send(setup.urls, flows, warm_s=self.warm_s, seconds=seconds)
         row: Row = {"mode": mode, "gateways": len(setup.urls)}
-        row |= {"10 times work s": often.work_s, "once work s": seldom.work_s, SERVICE: often.work_s / seldom.work_s}
+        row |= {"10 times tokens": often.tokens_served, "once tokens": seldom.tokens_served}
+        row |= {"10 times engines' s": often.work_s, "once engines' s": seldom.work_s}
+        row[SERVICE] = often.tokens_served / seldom.tokens_served
         self.shares.append(row)
         print("  " + ", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
         await asyncio.sleep(_SETTLE_S)

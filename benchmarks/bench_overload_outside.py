@@ -4,7 +4,7 @@
 (`open_loop_client`): new images of 150 kB, and texts, for a minute at three times the rates that a closed loop has had
 before, whatever becomes of earlier ones. All times are the client's, from the first byte of a request: of a refusal to
 the response's first line, of an answer to its first token. `memory` is the gateway's, the most during the load and
-after it by that before it. `batch`: then 200 texts at once, of which each must be answered.
+after it by the one before it. `batch`: then 200 texts at once, each of which must be answered.
 """
 
 from __future__ import annotations

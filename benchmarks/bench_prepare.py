@@ -44,7 +44,7 @@ from local_store import host_store, store_link
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.config import process_environ
-from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, Transports, WorkerPool, open_scope
+from medialane.gateway import AppBackend, GatewayConfig, StoreItems, Transports, WorkerPool, open_scope
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
@@ -214,13 +214,13 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
         await pool.close()
 
 
-def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> Gateway:
+def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> AppBackend:
     """The gateway with its own components, except those after preparation."""
-    features = StoreFeatures(link, processor_digest="", fairness=fairness, media=MediaConfig())
-    return Gateway(
+    store_items = StoreItems(link, processor_digest="", fairness=fairness, media=MediaConfig())
+    return AppBackend(
         config=GatewayConfig(stage="features"),
         transports=Transports([]),
-        features=features,
+        store_items=store_items,
         assembler=VllmAssembler(processor),
         workers=WorkerPool([]),
         router=Router(),
@@ -232,11 +232,11 @@ async def _through_pool(arena: Arena, pool: PreparerPool, number: int, jpeg: byt
     reservation = arena.reserve(len(jpeg))
     reservation.buffer[:] = jpeg
     encoded = EncodedMedia("image", "", "image/jpeg", reservation.range, ENTRY_HEADER_BYTES, len(jpeg))
-    with arena.keep(reservation, encoded) as lease:
-        (await pool.prepare_item(lease, b"{}", str(number))).release()
+    with arena.keep(reservation, encoded) as pin:
+        (await pool.prepare_item(pin, b"{}", str(number))).release()
 
 
-async def _through_gateway(gateway: Gateway, _number: int, jpeg: bytes) -> None:
+async def _through_gateway(gateway: AppBackend, _number: int, jpeg: bytes) -> None:
     with open_scope():
         ref = MediaRef("image", "messages[0].content[0].image_url", data=jpeg)
         await gateway.prepare(MediaPrompt([1, *PROMPT, 2], (ref,)))

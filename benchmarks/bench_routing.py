@@ -9,7 +9,7 @@ for round-robin, and sets the rate for all policies.
 `one hot image` is a case in which a policy that considers only caches fails: all requests would queue at the worker
 that has it.
 
-Several gateways are compared with one: each knows its own requests at once, and those of the others from what the
+Several gateways are compared with one: each knows its own requests at once, and the others' requests from what the
 workers report. Each request reaches any of them (`by requests`), or a session's requests all reach one (`by sessions`).
 """
 

@@ -27,7 +27,7 @@ from transfer_ends import MODES, Copied, Source, Task, cpu_s
 
 ABOUT = "copies of entries between the stores of two hosts, against a raw socket"
 
-#: Bytes -> rounds: a small picture's features, those of a 1024x768 picture in bfloat16 and float32, a video's.
+#: Bytes -> rounds: the features of a small picture, of a 1024x768 picture in bfloat16 and float32, a video's.
 SIZES = {250_000: 200, 4_700_000: 80, 18_800_000: 30, 150_000_000: 8}
 MIN_SHARE = 0.9
 MAX_ADDED_MS = 1.0

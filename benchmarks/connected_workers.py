@@ -18,7 +18,7 @@ import msgspec
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import Gateway, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.gateway import AppBackend, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
 from medialane.observability import Metrics
 from medialane.routing import Router
 from medialane.testing.fake_processor import FakeAssembler
@@ -154,10 +154,10 @@ async def _gateway(path: str, num_workers: int, sent: Any, *, requests: float, s
         ]
     )
     nothing: Any = None
-    gateway = Gateway(
+    gateway = AppBackend(
         config=config,
         transports=Transports([]),
-        features=nothing,
+        store_items=nothing,
         assembler=FakeAssembler(),
         workers=pool,
         router=Router(),
@@ -180,7 +180,7 @@ async def _gateway(path: str, num_workers: int, sent: Any, *, requests: float, s
         metrics.close()
 
 
-async def _send(gateway: Gateway, per_s: float, seconds: float) -> int:
+async def _send(gateway: AppBackend, per_s: float, seconds: float) -> int:
     """Send requests for this time, and return the number of answers. Raises what a request raises."""
     loop = asyncio.get_running_loop()
     started, number = loop.time(), 0
@@ -193,7 +193,7 @@ async def _send(gateway: Gateway, per_s: float, seconds: float) -> int:
     return number
 
 
-async def _request(gateway: Gateway, number: int) -> None:
+async def _request(gateway: AppBackend, number: int) -> None:
     prompt = ExpandedPrompt([number, *range(PROMPT_TOKENS - 1)])
     request = EngineRequest(f"r{number}", prompt, b"\x80")
     with open_scope():

@@ -18,7 +18,7 @@ from harness import REPOSITORY, Bar
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "comparisons" / "figures.md"
-#: All bars of all benchmarks; the page above has those that are missed.
+#: All bars of all benchmarks; the page above has the missed ones.
 DETAILS = RESULTS / "README.md"
 
 SCALE = REPOSITORY / "docs" / "comparisons" / "scale.md"

@@ -24,8 +24,8 @@ import uvloop
 
 from local_store import store_link
 from medialane.cli import gateway, gateway_command, store
-from medialane.cli.reloading import Reloading
 from medialane.cli.serving import tune_process
+from medialane.cli.settings import Reloading
 from medialane.config import Config, enter_environ
 from medialane.observability import logging
 from medialane.runtime.linux import signal_on_parent_death

@@ -49,7 +49,7 @@ from vllm.v1.engine.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from vllm.v1.serial_utils import UtilityResult
 
 from local_store import host_store, store_link
-from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
+from medialane.arena import Arena, ArenaConfig, Pin, describe, layout
 from medialane.store import StoreEntries
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.feature import EmbeddingUse, Feature, MediaPayload
@@ -90,7 +90,7 @@ CARD = ModelCard(model="none", max_model_len=8192, block_size=16, processor={"mo
 #: The hand-over path of a request without features: the cost of vLLM's hop alone.
 NO_FEATURE = "no feature"
 
-#: Prefix of the ids of requests of which EngineCore reads every byte.
+#: Prefix of the ids of requests whose every byte EngineCore reads.
 READ_WHOLE = "whole"
 
 _LIBC = ctypes.CDLL(None)
@@ -242,15 +242,15 @@ async def _store(addresses: Addresses, published: Connection) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     try:
         arena.prefault(threading.Event())
-        leases = [_publish(arena, size) for size in SIZES]
+        pins = [_publish(arena, size) for size in SIZES]
         async with host_store(addresses.store, arena):
-            published.send({lease.value.mm_hash: lease.value for lease in leases})
+            published.send({pin.value.mm_hash: pin.value for pin in pins})
             await stop.wait()
     finally:
         arena.close()
 
 
-def _publish(arena: Arena, size: str) -> Lease[Feature]:
+def _publish(arena: Arena, size: str) -> Pin[Feature]:
     header, specs, buffers = encode_item(make_item(size))
     reservation = arena.reserve(layout(specs)[1])
     tensors = describe(reservation.range, specs)

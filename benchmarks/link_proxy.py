@@ -10,7 +10,7 @@ from typing import cast
 
 from medialane.wire import UnixAddress, parse_address
 
-#: The number in a request's id (`request_id`), of which the gateway makes one for each attempt.
+#: The number in a request's id (`request_id`), which the gateway makes anew for each attempt.
 _ATTEMPT = re.compile(rb"lane-(\d{8})[^#]{0,40}#[^-]{1,60}-\d+")
 _MAX_ID_BYTES = 128
 

@@ -1,7 +1,7 @@
 """What watches a server in production, for `medialane bench NAME --observed`: an open page, a log of requests as JSON
 lines, and the spans of a tenth of the requests.
 
-Those that receive it run in the benchmark's process, read little and keep nothing.
+Its receivers run in the benchmark's process, read little and keep nothing.
 """
 
 from __future__ import annotations

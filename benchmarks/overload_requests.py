@@ -93,7 +93,7 @@ class Answers:
 
     @property
     def ttfts_s(self) -> list[float]:
-        """Those of admitted requests; of one without a token, the time that it has waited in vain."""
+        """Of admitted requests; of one without a token, the time for which it has waited in vain."""
         admitted = [stream for stream in self.streams if stream.status not in _REFUSED and not stream.error]
         return [(stream.arrivals[0] if stream.arrivals else self.ended_s) - stream.began_s for stream in admitted]
 
@@ -101,6 +101,12 @@ class Answers:
     def last_refusal_s(self) -> float:
         """When the last request was sent that was refused, since the start of the load; 0 if none was."""
         return max([stream.began_s - self.began_s for stream in self.refused], default=0.0)
+
+    @property
+    def tokens_served(self) -> int:
+        """The prompts' tokens of what was answered, of those with media twice, as gateways share them out."""
+        pairs = zip(self.kinds, self.streams, strict=True)
+        return sum(stream.num_prompt_tokens * (1 if kind == "text" else 2) for kind, stream in pairs if stream.arrivals)
 
     @property
     def work_s(self) -> float:
@@ -156,7 +162,7 @@ class Clients:
         self._numbers = count(1)
 
     async def send(self, urls: Sequence[str], flows: Sequence[Flow], *, warm_s: float, seconds: float) -> list[Answers]:
-        """Send all flows for `warm_s + seconds`; return the answers to those of the latter, by flow."""
+        """Send all flows for `warm_s + seconds`; return the answers to the requests of the latter, by flow."""
         return await asyncio.gather(*(self._send(urls, flow, warm_s, seconds) for flow in flows))
 
     async def closed_loop(self, url: str, *, number: int, warm_s: float, seconds: float) -> Capacity:

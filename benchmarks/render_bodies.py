@@ -86,7 +86,7 @@ _jpegs: dict[tuple[int, int, int], bytes] = {}
 
 
 def _jpeg(seed: int, width: int, height: int) -> bytes:
-    """Return a photo; those of the latest sizes are kept."""
+    """Return a photo; photos of the latest sizes are kept."""
     key = seed, width, height
     if key not in _jpegs:
         if len(_jpegs) >= _MOST_SIZES:

@@ -46,7 +46,7 @@ _HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
 @dataclass(frozen=True)
 class Request:
     """`patience_s` is when the client disconnects, None if it waits. `expected` are the allowed statuses. An answer has
-    `num_choices`, of which each has its own seed, from `seed` on."""
+    `num_choices`, each with its own seed, from `seed` on."""
 
     kind: Kind
     body: bytes

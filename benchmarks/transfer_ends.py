@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Pin, layout
 from medialane.transfer import Pulls, peer_server
 from medialane.transfer.nixl import NixlMover
 from medialane.types.feature import Feature, RemoteEntry
@@ -33,7 +33,7 @@ _REQUEST = struct.Struct("<QQ")
 
 
 class Source(msgspec.Struct):
-    """`pids` are those of the store and of its NIXL mover process."""
+    """`pids` are of the store and of its NIXL mover process."""
 
     pids: list[int]
     raw: tuple[str, int]
@@ -50,7 +50,7 @@ class Task(msgspec.Struct):
 
 class Copied(msgspec.Struct):
     """Wall and CPU times in seconds by mode, one per round; whether a second pull of the host was served by the first,
-    and the bytes were those of the source."""
+    and the bytes equalled the source's."""
 
     wall_s: dict[str, list[float]]
     destination_cpu_s: dict[str, float]
@@ -73,7 +73,7 @@ def _arena() -> Arena:
     return arena
 
 
-def _store(arena: Arena, num_bytes: int) -> Lease[Feature]:
+def _store(arena: Arena, num_bytes: int) -> Pin[Feature]:
     spec = TensorSpec("uint8", (num_bytes,))
     (offset,), size = layout((spec,))
     reservation = arena.reserve(size)
@@ -95,15 +95,15 @@ async def source(host: str, rpc: RpcConfig, sizes: list[int]) -> None:
     arena = _arena()
     pulls, nixl = _stores(arena, rpc)
     await nixl.offer(wait=True)
-    leases = [_store(arena, num_bytes) for num_bytes in sizes]
+    pins = [_store(arena, num_bytes) for num_bytes in sizes]
     await pulls.serve(f"tcp://{host}:0")
     raw = socket.create_server((host, 0))
     threading.Thread(target=_serve_raw, args=(raw, arena), daemon=True).start()
     pids = [os.getpid(), *filter(None, [nixl.pid])]
-    _say(Source(pids, raw.getsockname()[:2], pulls.grant([lease.range for lease in leases])))
+    _say(Source(pids, raw.getsockname()[:2], pulls.grant([pin.range for pin in pins])))
     await asyncio.to_thread(sys.stdin.buffer.readline)
-    for lease in leases:
-        lease.release()
+    for pin in pins:
+        pin.release()
     await pulls.close()
     arena.close()
 

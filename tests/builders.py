@@ -34,10 +34,10 @@ def bytes_beside_payload(arena: Arena) -> int:
 
 @contextmanager
 def checked_arena(size_bytes: int = 16 * MIB, *, arena_type: type[A] = Arena, **settings: object) -> Iterator[A]:
-    """A real arena. A test that leaves a lease or a reservation fails."""
+    """A real arena. A test that leaves a pin or a reservation fails."""
     arena = arena_type.create(ArenaConfig(size_bytes=size_bytes, **settings))
     yield arena
-    gc.collect()  # a traceback references frames, which reference views and leases of the arena
+    gc.collect()  # a traceback references frames, which reference views and pins of the arena
     stats = arena.stats()
     arena.close()
     assert (stats.num_leases, stats.num_reservations) == (0, 0)

@@ -91,7 +91,7 @@ async def resolve_names(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def arena():
-    """Of 16 MiB. A test that leaves a lease or a reservation fails."""
+    """Of 16 MiB. A test that leaves a pin or a reservation fails."""
     with checked_arena() as arena:
         yield arena
 

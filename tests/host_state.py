@@ -26,7 +26,7 @@ NUMBER = re.compile(r"\b\d+\b")
 
 class HostState(msgspec.Struct, frozen=True):
     """`processes` by command line; the `arenas` that they have mapped; how many of them have mapped one, and one whose
-    file is removed; what the store has leased and reserved. `more` is what a test adds."""
+    file is removed; what the store has pinned and reserved. `more` is what a test adds."""
 
     processes: dict[str, int]
     arenas: frozenset[Path]
@@ -39,7 +39,7 @@ class HostState(msgspec.Struct, frozen=True):
     more: tuple[object, ...] = ()
 
     def equals(self, other: HostState) -> bool:
-        """Return whether the states differ at most in the arenas of which they count the users."""
+        """Return whether the states differ at most in the arenas whose users they count."""
         return self == msgspec.structs.replace(other, arenas=self.arenas)
 
 

@@ -1,4 +1,4 @@
-"""Limits of the kernel that tests run into, as a busy server does. They are those of the whole process of the tests."""
+"""Limits of the kernel that tests run into, as a busy server does. They apply to the whole process of the tests."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces, for tests: those of the benchmarks."""
+"""Hosts in network namespaces, for tests: as the benchmarks have them."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ NAMESPACES = Path(__file__).parents[1] / "benchmarks" / "namespaces.py"
 
 @contextmanager
 def linked_hosts(number: int, *, here: bool = False) -> Iterator[Any]:
-    """As root; elsewhere the tests are skipped. The arguments and the result are those of `namespaces.hosts`."""
+    """As root; elsewhere the tests are skipped. Arguments and result are as in `namespaces.hosts`."""
     spec = importlib.util.spec_from_file_location("namespaces", NAMESPACES)
     namespaces = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(namespaces)

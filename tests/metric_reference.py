@@ -85,7 +85,7 @@ def _watch_all(metrics: Metrics) -> None:
 
 
 def _of_worker() -> list[Metric]:
-    """Those of a worker's own port that a gateway does not have."""
+    """Series of a worker's own port that a gateway does not have."""
 
     async def no_store() -> None:
         return None

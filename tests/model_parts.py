@@ -7,7 +7,7 @@ from vllm.renderers import BaseRenderer
 from medialane.prepare import FactoryConfig, Processor
 from medialane.types.media import FrameSampler
 from medialane.vllm_bridge.engine.engine_options import engine_args
-from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.vllm_bridge.engine.unexpanded_prompt import UnexpandedRenderer
 from medialane.vllm_bridge.learned import ModelProfile
 from medialane.vllm_bridge.learned.processor_factory import RequestProcessor, build_processor
 
@@ -28,7 +28,7 @@ def engine_config(model: object, *flags: str) -> VllmConfig:
 
 def source_renderer(
     renderer: BaseRenderer | None, profile: ModelProfile | None = None, *, config: ModelConfig | None = None
-) -> SourceRenderer:
+) -> UnexpandedRenderer:
     """What renders prompts in stages `decoded` and `url` in a worker, with the configuration of `renderer` if none is
     given. The owner calls `close`."""
-    return SourceRenderer(renderer, config or renderer.model_config, profile)
+    return UnexpandedRenderer(renderer, config or renderer.model_config, profile)

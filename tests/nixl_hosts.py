@@ -43,10 +43,10 @@ class Host:
         """Return a new entry with this payload, as a reader on another host sees it."""
         with self.arena.reserve(len(data)) as reservation:
             reservation.buffer[:] = data
-            lease = self.arena.keep(reservation, None)
-        self._owned.append(lease.release)
+            pin = self.arena.keep(reservation, None)
+        self._owned.append(pin.release)
         offer = await self.mover.offer(wait=True)
-        entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
+        entry = RemoteEntry(pin.range, "processed", "key", "tcp://owner:1", 0, b"")
         return OpenedEntry(entry, {} if offer is None else {"nixl": offer})
 
     def free_last(self) -> None:

@@ -29,7 +29,7 @@ class ReceivedSpan:
 
 
 class Collector:
-    """`headers` are those of the last export; spans are in the order of their arrival."""
+    """`headers` are the last export's; spans are in the order of their arrival."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []

@@ -50,7 +50,7 @@ def install() -> None:
 
 def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command line of a process of `serve`, by PROGRAM if it is the store, or what that is forked from. As
-    many words as those of INTERPRETER come before the command."""
+    many words as INTERPRETER has come before the command."""
     command = argv[len(INTERPRETER) :]
     return (argv[0], "-P", "-u", str(PROGRAM), *command) if command[0] in ("warm", "store") else argv
 

@@ -22,7 +22,7 @@ BUDGETS = {
     "transfer": (2400, 13),
     "store": (3950, 13),
     "routing": (2000, 10),
-    "gateway": (14350, 60),
+    "gateway": (14400, 60),
     "worker": (2750, 13),
     "vllm_bridge": (12400, 57),
     "cluster": (3650, 16),

@@ -6,7 +6,7 @@ import typing
 from importlib import import_module
 from pathlib import Path
 
-from medialane.cli.flags import TITLES, default_text
+from medialane.cli.settings import TITLES, default_text
 from medialane.config import Setting, settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"

@@ -9,7 +9,7 @@ of date. Each spelling of a flag maps to the type of its value: `flag` (none), `
 (8192, 8k, 8K), `size-or-auto`, `json`, `text` (not checked), `many` (one or more texts), `many-int`, or the list of its
 choices. A `?` after a type: None and the empty string are also accepted. Then follow the bounds of a number, from
 vLLM's configuration class: `float > 0 <= 1`. `frontend` are
-the flags that only the HTTP server uses: those of the parser's group of that name which are no engine arguments.
+the flags that only the HTTP server uses: of the parser's group of that name, without engine arguments.
 `processor` are those from which `AsyncEngineArgs.create_model_config` makes what a processor is built from. `parsers`
 are vLLM's own, by flag; plugins add others.
 """

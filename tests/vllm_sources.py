@@ -259,7 +259,7 @@ def broken_imports(folder: Path) -> list[str]:
 
 
 def _missing(sources: Sources, node: ast.AST) -> list[str]:
-    """Return the imported names that the sources lack: of a `try`, those of the branch that lacks least."""
+    """Return the imported names that the sources lack: of a `try`, of the branch that lacks least."""
     if isinstance(node, ast.ImportFrom):
         if (node.module or "").partition(".")[0] != "vllm":
             return []

@@ -5,10 +5,10 @@ known, and nothing of it is cached. A client asks again after an error that allo
 for a stream, some send slowly, some go away in the middle. What an answer must be, whatever is disturbed meanwhile:
 
 * it ends once, in time: as a whole, each of its choices with one reason, or by an error;
-* its tokens are those of the undisturbed answer;
+* its tokens equal the undisturbed answer's;
 * an item that an earlier answer has had is a hit, unless the arena was full: it was ready;
 * a file of such an item is not fetched again;
-* an error is one of those that the disturbance may cause, and says when to try again.
+* an error is one that the disturbance may cause, and says when to try again.
 """
 
 import asyncio

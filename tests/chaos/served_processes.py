@@ -33,7 +33,7 @@ class ServedProcesses:
         self.serve = serve
 
     async def by_kind(self) -> dict[str, list[int]]:
-        """Those that are alive, and zombies."""
+        """Living processes, and zombies."""
         return await asyncio.to_thread(self._by_kind)
 
     async def of(self, kind: str) -> list[int]:

@@ -13,7 +13,7 @@ from openai_http import assert_same
 
 #: Besides what `assert_same` leaves out.
 _VOLATILE = frozenset(("item_id", "call_id", "sequence_number"))
-#: Text or lists of which an event has a piece.
+#: Text or lists that come in pieces, one in an event.
 _PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
 #: Which of several answers, blocks or calls an event is about.
 _PLACES = ("type", "index", "output_index", "content_index")

@@ -41,7 +41,7 @@ def _collectors():
 
 
 def forget_http_metrics():
-    """Those of an earlier app of this process, which would stay the only one to be counted."""
+    """Metrics of an earlier app of this process, which would stay the only ones to be counted."""
     found = {metric for name, metric in _collectors().items() if name.startswith("http_")}
     for metric in found:
         REGISTRY.unregister(metric)

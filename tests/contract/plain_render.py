@@ -50,7 +50,7 @@ class PlainRender:
 
 class PreparingBackend(FakeBackend):
     """Prepares items of data as a store does, and expands prompts. With `predicts`, `describe` returns no tensors, as
-    for items that nobody has processed; `num_prepared` counts those that were. With `is_unexpanded`, only a worker can
+    for items that nobody has processed; `num_prepared` counts the others. With `is_unexpanded`, only a worker can
     place the items of a prompt."""
 
     def __init__(self, frontend):

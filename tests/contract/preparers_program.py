@@ -64,10 +64,10 @@ async def digest(pool, arena, number, modality, media_type, data, options):
     reservation.buffer[:] = data
     value = EncodedMedia(modality, content_hash(data), media_type, reservation.range, ENTRY_HEADER_BYTES, len(data))
     with arena.keep(reservation, value) as encoded:
-        lease = await pool.prepare_item(encoded, options, f"{number:064}")
-    with lease:
-        tensors = [content_hash(bytes(arena.view.tensor(tensor))) for tensor in lease.value.tensors]
-        return [content_hash(lease.value.header), *tensors]
+        pin = await pool.prepare_item(encoded, options, f"{number:064}")
+    with pin:
+        tensors = [content_hash(bytes(arena.view.tensor(tensor))) for tensor in pin.value.tensors]
+        return [content_hash(pin.value.header), *tensors]
 
 
 def main(model):

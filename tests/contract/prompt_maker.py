@@ -48,18 +48,18 @@ class PromptMaker:
         return self._expanded(arrays, options, self.by_value)
 
     def in_arena(self, arena, *arrays):
-        """A prompt with descriptors, and the leases that pin its entries."""
-        leases = []
+        """A prompt with descriptors, and the pins that pin its entries."""
+        pins = []
 
         def put(item, key):
             reservation = arena.reserve(layout(item.specs)[1])
             tensors = describe(reservation.range, item.specs)
             for tensor, data in zip(tensors, item.buffers, strict=True):
                 arena.view.tensor(tensor, writable=True)[:] = data
-            leases.append(arena.publish(reservation, key, Feature("image", key, item.header, tensors, item.size)))
+            pins.append(arena.publish(reservation, key, Feature("image", key, item.header, tensors, item.size)))
             return tensors
 
-        return self._expanded(arrays, b"{}", put), leases
+        return self._expanded(arrays, b"{}", put), pins
 
     def _expanded(self, arrays, options, put):
         items = [self.processor.process(Image(a), options) for a in arrays]

@@ -68,7 +68,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return kv_cache_utils.get_request_block_hasher(BLOCK, HASH)(self.vllm_request())
 
     def extra_keys(self, first, stop):
-        """As `BlockPool` makes those of an event: iteration over the items starts again."""
+        """As `BlockPool` makes the blocks of an event: iteration over the items starts again."""
         request, item, found = self.vllm_request(), 0, []
         for block in range(first, stop):
             keys, item = kv_cache_utils.generate_block_hash_extra_keys(

@@ -13,9 +13,9 @@ from vllm.renderers.chat_utils import parse_chat_messages_async
 from medialane.media import read_embeds
 from medialane.types.errors import InvalidEmbeds, InvalidFeature
 from medialane.types.feature import MediaPayload
-from medialane.types.request import SourcePrompt
+from medialane.types.request import UnexpandedPrompt
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, InlineTensor, TensorSpec, decode_embeds
-from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds, EmbedsReader
+from medialane.vllm_bridge.engine.unexpanded_prompt import AcceptedEmbeds, EmbedsReader
 from medialane.vllm_bridge.learned import ModelProfile
 from model_parts import source_renderer
 from vllm_configs import renderer_of
@@ -79,7 +79,7 @@ def handed(fields, key="k", modality="image") -> MediaPayload:
 
 async def rendered(source, renderer, *items, **options):
     token_ids = PromptMaker(renderer).token_ids(len(items))
-    prompt = SourcePrompt(token_ids, items, **options)
+    prompt = UnexpandedPrompt(token_ids, items, **options)
     return await source.render(request("r", prompt), prompt, [[memoryview(item.tensors[0].data)] for item in items])
 
 
@@ -208,7 +208,7 @@ async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, 
 
 
 async def test_width_of_embeddings_is_the_encoders(embeds_renderer):
-    """Those of Qwen3-VL are wider than the language model."""
+    """Qwen3-VL's embeddings are wider than the language model."""
     wide = AcceptedEmbeds(fields=[UNNAMED], width=256, fault="")
     reader = EmbedsReader(ModelProfile(embeds_renderer.get_mm_processor()), wide)
     found = reader.read("image", decode_embeds(handed(saved(values(6, 256))).tensors[0].data))

@@ -16,7 +16,7 @@ from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.types.media import AudioSamples
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.items import VllmProcessor
@@ -39,7 +39,7 @@ def reader(renderer):
     llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config)
     found = RequestReader(llm, ModelProfile(renderer.get_mm_processor()), set(), None)
     yield found
-    found.sources.close()
+    found.renderer.close()
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,10 @@ def features_prompt(renderer, processed, decoder):
     return ExpandedPrompt(decoder, (payload,), encoder_token_ids=assembled.encoder_token_ids)
 
 
-def source_prompt(stage, decoder):
+def unexpanded_prompt(stage, decoder):
     size = AudioSamples(SAMPLES, RATE).size
     item = MediaPayload("audio", MM_HASH, b"", (), size, media_type="audio/wav" if stage == "url" else None)
-    return SourcePrompt(decoder, (item,), stage=stage, encoder_token_ids=[])
+    return UnexpandedPrompt(decoder, (item,), stage=stage, encoder_token_ids=[])
 
 
 def sent(stage, renderer, decoder, processed):
@@ -83,7 +83,7 @@ def sent(stage, renderer, decoder, processed):
     if stage == "features":
         return features_prompt(renderer, processed, decoder), processed.buffers
     data = wave_bytes(SAMPLES, RATE) if stage == "url" else SAMPLES.tobytes()
-    return source_prompt(stage, decoder), [memoryview(data)]
+    return unexpanded_prompt(stage, decoder), [memoryview(data)]
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])

@@ -25,7 +25,7 @@ IMAGES = [(640, 480), (333, 777), (1280, 720), (200, 1000)]
 VIDEOS = [(5, 320, 240), (8, 90, 120), (1, 224, 224)]
 AUDIO = [(3.21, 16000), (34.0, 16000), (1.7, 44100)]
 
-#: Families of which a modality is not predicted, and why.
+#: Families with a modality that is not predicted, and why.
 NOT_PREDICTED: dict[str, set[str]] = {}
 
 

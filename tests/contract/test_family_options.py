@@ -35,7 +35,7 @@ from medialane.testing.tiny_model import cache_folder
 from medialane.types.errors import InvalidFeature, InvalidRequest, InvalidVideo, MedialaneError
 from medialane.types.feature import Feature, MediaPayload
 from medialane.types.hashing import canonical_options
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.vllm_bridge.items import MALFORMED_FEATURE, decode_item
 from model_parts import source_renderer
 from vllm_configs import vllm_args
@@ -283,7 +283,7 @@ async def render(one, modality, options, *, stage="decoded", renderer=None):
     source = source_renderer(renderer or one.renderer, one.profile, config=one.renderer.model_config)
     media = FIRST[modality]
     item = MediaPayload(modality, "h", b"", (), media.size)
-    prompt = SourcePrompt(one.token_ids((modality,)), (item,), canonical_options(options), stage)
+    prompt = UnexpandedPrompt(one.token_ids((modality,)), (item,), canonical_options(options), stage)
     pixels = decoded_item(media).buffers[0].cast("B")
     try:
         return await source.render(EngineRequest("r", prompt, b""), prompt, [[pixels]])

@@ -52,7 +52,7 @@ def audio(pitch_hz, seconds=1.3, rate=16000):
 FIRST = {"image": image(0), "video": video(0), "audio": audio(440)}
 SECOND = {"image": image(1, 171, 388), "video": video(1, 9, 200, 56), "audio": audio(900, 2.71, 44100)}
 
-#: Prompts as parts, of which media are items of FIRST ("image") and SECOND ("image2").
+#: Prompts as parts; media are items of FIRST ("image") and SECOND ("image2").
 PROMPTS = [
     ("Look: ", "image", " What is it?"),
     ("image",),

@@ -1,4 +1,4 @@
-"""Our hashes of media equal those that vLLM computes for what its own loaders have loaded."""
+"""Our hashes of media equal the ones that vLLM computes for what its own loaders have loaded."""
 
 import uuid
 from io import BytesIO

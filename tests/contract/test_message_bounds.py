@@ -9,7 +9,7 @@ import msgspec.inspect as inspect
 import pytest
 
 import medialane
-from medialane.cluster import warm
+from medialane.cluster import child_process
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
 from medialane.transfer import peer_messages as peers
@@ -29,8 +29,8 @@ from medialane.wire import protocol as rpc
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
-    "ForkRequest": warm.ForkRequest,
-    "ForkStart": warm.ForkStart,
+    "ForkRequest": child_process.ForkRequest,
+    "ForkStart": child_process.ForkStart,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
     "JobRequest": preparers.JobRequest,
@@ -105,9 +105,9 @@ EXPLAINED = {
     "ExpandedPrompt.token_ids": TOKENS,
     "ExpandedPrompt.features": ITEMS,
     "ExpandedPrompt.encoder_token_ids": TOKENS,
-    "SourcePrompt.token_ids": TOKENS,
-    "SourcePrompt.media": ITEMS,
-    "SourcePrompt.encoder_token_ids": TOKENS,
+    "UnexpandedPrompt.token_ids": TOKENS,
+    "UnexpandedPrompt.media": ITEMS,
+    "UnexpandedPrompt.encoder_token_ids": TOKENS,
     "EngineRequest.generated": TOKENS,
     "EngineRequest.trace_headers": "headers of a request, which are bounded at intake",
     "Payload.sizes": "one for each tensor of a request, whose sum is bounded (--rpc-max-message-bytes)",

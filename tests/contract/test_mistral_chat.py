@@ -21,7 +21,7 @@ from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 from medialane.types.errors import PromptRejected
 from medialane.types.feature import Feature, MediaPayload
 from medialane.types.media import AudioSamples, Image, MediaSize
-from medialane.types.request import EngineRequest, SourcePrompt
+from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.vllm_bridge.frontend import renderer_hook
 from medialane.vllm_bridge.items import VllmProcessor, expand_marks, tokenize_without_media
 from medialane.vllm_bridge.learned import VllmAssembler
@@ -166,7 +166,7 @@ async def test_worker_expands_the_same_prompt_in_stage_decoded(chats_of, family,
     turns = [("user", [media[0], "and ", media[1]])]
     token_ids, _ = found.tokenized(turns)
     source = source_renderer(found.renderer)
-    prompt = SourcePrompt(token_ids, tuple(_payload(item, n) for n, item in enumerate(media)), stage="decoded")
+    prompt = UnexpandedPrompt(token_ids, tuple(_payload(item, n) for n, item in enumerate(media)), stage="decoded")
     request = EngineRequest("1", prompt, b"")
     try:
         rendered = await source.render(request, prompt, [[memoryview(_data(item)).cast("B")] for item in media])

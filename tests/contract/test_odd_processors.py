@@ -385,7 +385,7 @@ def test_item_that_later_needs_too_much_of_a_header_is_not_sent_as_a_feature(mad
 
 
 class OwnPixels(Plain):
-    """The pixels are the image's own. Those of a small one fit into its header."""
+    """The pixels are the image's own. A small image's fit into its header."""
 
     def _apply_hf_processor_main(self, mm_items, hf_kwargs):
         images = [np.asarray(image) for image in mm_items.get_items("image", object).get_all()]

@@ -1,4 +1,4 @@
-"""Pixel limits: a client may lower those of operator and model, never raise them."""
+"""Pixel limits: a client may lower the operator's and the model's, never raise them."""
 
 import json
 

@@ -19,7 +19,8 @@ from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
 from vllm.multimodal.media import MediaConnector
 
-from medialane.gateway import ExtractedMedia, open_scope
+from medialane.gateway import open_scope
+from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.records import report_schema
 from medialane.types import admin
 from medialane.types.errors import (

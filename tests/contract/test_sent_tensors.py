@@ -1,4 +1,4 @@
-"""Processed items of clients: those that vLLM sends are read, and used only if the model could have made them."""
+"""Processed items of clients: what vLLM sends is read, and used only if the model could have made it."""
 
 import base64
 import json

@@ -58,7 +58,7 @@ async def engine(tiny_model, renderer):
     from medialane.vllm_bridge.engine.engine import build_engine
 
     args = [arg for arg in VLLM_ARGS if not arg.startswith("--mm-processor-cache")]
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as those of sockets must be
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path, as paths of sockets must be
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
             patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

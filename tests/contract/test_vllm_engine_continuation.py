@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from medialane.testing.sample_media import sample_jpeg
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -50,7 +50,7 @@ class Answers:
         return choices, expanded or prompt.token_ids
 
     async def continued(self, prompt, params, whole, at, expanded):
-        """The outputs of the choice of `whole`, of which the first `at` were delivered. It goes on in the engine."""
+        """The outputs of the choice of `whole`, whose first `at` were delivered. It goes on in the engine."""
         delivered = whole[:at]
         token_ids = tokens(delivered)
         answer = ContinuableAnswer(self._common, MsgpackDecoder(SamplingParams).decode(params), expanded)
@@ -127,7 +127,7 @@ async def test_answer_about_an_image_as_features(answers, maker):
 
 async def test_answer_about_an_image_that_the_worker_processes(answers, maker):
     """The prompt that is continued is the one that the worker has expanded."""
-    prompt = SourcePrompt(maker.token_ids(1), (encoded_item(sample_jpeg(1, 120, 80), "f" * 64),))
+    prompt = UnexpandedPrompt(maker.token_ids(1), (encoded_item(sample_jpeg(1, 120, 80), "f" * 64),))
     await answers.check_every_seam(prompt, max_tokens=8, logprobs=0)
 
 

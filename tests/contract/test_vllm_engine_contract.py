@@ -16,7 +16,7 @@ from fake_engine import FakeEngine, FakeParams
 from medialane.types.admin import PauseGeneration, ResumeGeneration
 from medialane.types.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected
 from medialane.types.feature import PlaceholderRange
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from waiting import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -136,26 +136,26 @@ async def test_unreadable_parameters_are_rejected(case, text):
         await anext(case.engine.generate(request, []))
 
 
-async def test_source_prompt_generates_output(case, maker):
-    source = source_prompt(maker)
-    deltas = await case.deltas(source)
+async def test_unexpanded_prompt_generates_output(case, maker):
+    prompt = unexpanded_prompt(maker)
+    deltas = await case.deltas(prompt)
     assert deltas[-1].finished
-    assert len(deltas[0].prompt_token_ids) >= len(source.token_ids)
+    assert len(deltas[0].prompt_token_ids) >= len(prompt.token_ids)
     assert all(d.prompt_token_ids is None for d in deltas[1:])
 
 
-def source_prompt(maker):
+def unexpanded_prompt(maker):
     file = io.BytesIO()
     PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
-    return SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
+    return UnexpandedPrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
 
 
-@pytest.mark.parametrize("kind", ["text", "features", "source"])
+@pytest.mark.parametrize("kind", ["text", "features", "unexpanded"])
 async def test_answer_goes_on_after_what_was_generated_elsewhere(case, maker, text, kind):
     prompt = {
         "text": lambda: text,
         "features": lambda: maker.inline(pixels(200, 100)),
-        "source": lambda: source_prompt(maker),
+        "unexpanded": lambda: unexpanded_prompt(maker),
     }[kind]()
     whole = await case.answer(prompt, 8)
     assert await case.answer(prompt, 5, whole[:3]) == whole[3:]
@@ -164,13 +164,13 @@ async def test_answer_goes_on_after_what_was_generated_elsewhere(case, maker, te
 async def test_placeholder_token_that_was_generated_is_no_item(case, maker):
     """It is neither matched with an item nor expanded, in a prompt that is expanded by the worker either."""
     placeholder = maker.tokenizer.encode("<|image_pad|>")
-    for prompt in (maker.inline(pixels(200, 100)), source_prompt(maker)):
+    for prompt in (maker.inline(pixels(200, 100)), unexpanded_prompt(maker)):
         deltas = await case.deltas(prompt, 2, [*placeholder, *placeholder])
         assert sum(len(d.completions[0].token_ids) for d in deltas) == 2
 
 
 async def test_expanded_prompt_does_not_include_what_was_generated_elsewhere(case, maker):
-    prompt = source_prompt(maker)
+    prompt = unexpanded_prompt(maker)
     (first, *_) = await case.deltas(prompt)
     (again, *_) = await case.deltas(prompt, generated=[5, 6, 7])
     assert again.prompt_token_ids == first.prompt_token_ids

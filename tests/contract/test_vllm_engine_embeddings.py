@@ -187,7 +187,7 @@ async def test_clients_cannot_address_the_connector(vllm_engine, maker):
     mine = {"ec_transfer_params": {"medialane": b"\xc1"}, "mine": 1}
     reader = RequestReader(vllm_engine.llm, None, frozenset(), None)
     params = reader.params(request("r", maker.inline(pixels(30, 30)), extra_args=mine))
-    reader.sources.close()
+    reader.renderer.close()
     assert params.extra_args == {"mine": 1}
 
 

@@ -25,7 +25,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPayload
 from medialane.types.media import MediaSize
-from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.engine import engine as engine_module
 from medialane.vllm_bridge.items import decode_item, encode_item
@@ -105,12 +105,12 @@ async def test_arena_features_reach_engine_core_as_descriptors(vllm_engine, make
     arrays = [pixels(*size, seed=i) for i, size in enumerate(sizes)]
     expected = await plain_answer(vllm_engine, maker.token_ids(len(arrays)), *arrays)
     async with attached(vllm_engine) as (arena, view):
-        prompt, leases = maker.in_arena(arena, *arrays)
+        prompt, pins = maker.in_arena(arena, *arrays)
         sent = SentBytes(vllm_engine, monkeypatch)
         assert await answer(vllm_engine, prompt, views_of(prompt, view)) == expected
         assert sent.total < 100_000 < sum(f.tensors[0].spec.nbytes for f in prompt.features)
-        for lease in leases:
-            lease.release()
+        for pin in pins:
+            pin.release()
 
 
 async def test_inline_features_give_vllms_output(vllm_engine, maker):
@@ -119,7 +119,7 @@ async def test_inline_features_give_vllms_output(vllm_engine, maker):
     assert await answer(vllm_engine, maker.inline(*arrays)) == expected
 
 
-async def test_source_prompt_gives_vllms_output(vllm_engine, maker):
+async def test_unexpanded_prompt_gives_vllms_output(vllm_engine, maker):
     array = pixels(400, 300, 7)
     expected = await plain_answer(vllm_engine, maker.token_ids(1), array)
     assert await answer(vllm_engine, source(maker, array, "7" * 64)) == expected
@@ -128,7 +128,7 @@ async def test_source_prompt_gives_vllms_output(vllm_engine, maker):
 def source(maker, array, mm_hash):
     file = io.BytesIO()
     PILImage.fromarray(array).save(file, "PNG")
-    return SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), mm_hash),))
+    return UnexpandedPrompt(maker.token_ids(1), (encoded_item(file.getvalue(), mm_hash),))
 
 
 async def test_stages_share_the_prefix_cache_by_the_hash(vllm_engine, maker):
@@ -155,7 +155,7 @@ async def test_source_with_options_keeps_its_hash(vllm_engine, maker):
 async def test_undecodable_source_is_a_client_error(vllm_engine, maker):
     for data in (b"no image", b"\x89PNG\r\n\x1a\n"):
         with pytest.raises(InvalidImage):
-            await answer(vllm_engine, SourcePrompt(maker.token_ids(1), (encoded_item(data, "a" * 64),)))
+            await answer(vllm_engine, UnexpandedPrompt(maker.token_ids(1), (encoded_item(data, "a" * 64),)))
 
 
 async def test_decoded_source_gives_vllms_output(vllm_engine, maker):
@@ -177,7 +177,7 @@ def decoded(maker, array):
     height, width, _ = array.shape
     tensor = InlineTensor(TensorSpec("uint8", array.shape), array.tobytes())
     item = MediaPayload("image", "d" * 64, b"", (tensor,), MediaSize(width, height))
-    return SourcePrompt(maker.token_ids(1), (item,), stage="decoded")
+    return UnexpandedPrompt(maker.token_ids(1), (item,), stage="decoded")
 
 
 async def test_source_without_its_placeholder_or_with_too_many_items_is_rejected(vllm_engine, maker):
@@ -225,7 +225,7 @@ def _moved(prompt, **changes):
 
 async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engine, maker):
     async with attached(vllm_engine) as (arena, view):
-        good, leases = maker.in_arena(arena, pixels(300, 300, 11))
+        good, pins = maker.in_arena(arena, pixels(300, 300, 11))
         expected = await answer(vllm_engine, good, views_of(good, view))
         (tensor,) = good.features[0].tensors
         stale = msgspec.structs.replace(tensor, range=msgspec.structs.replace(tensor.range, generation=10**9))
@@ -239,19 +239,19 @@ async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engin
         assert await innocent == undisturbed
         repaired = with_feature(good, mm_hash="b" * 64)
         assert await answer(vllm_engine, repaired, views_of(good, view)) == expected
-        for lease in (*leases, *more_leases):
-            lease.release()
+        for pin in (*pins, *more_leases):
+            pin.release()
 
 
 async def test_features_of_an_unattached_arena_are_copied(vllm_engine, maker):
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
     try:
         assert not await vllm_engine.attach_arena(arena.id, b"another nonce...")
-        prompt, leases = maker.in_arena(arena, pixels(200, 200, 12))
+        prompt, pins = maker.in_arena(arena, pixels(200, 200, 12))
         tensors = views_of(prompt, arena.view)
         expected = await plain_answer(vllm_engine, maker.token_ids(1), pixels(200, 200, 12))
         assert await answer(vllm_engine, prompt, tensors) == expected
-        leases[0].release()
+        pins[0].release()
         del tensors
     finally:
         arena.close()
@@ -261,11 +261,11 @@ async def test_engine_core_unmaps_a_detached_arena(vllm_engine, maker):
     """Its gateway was killed and the next one has unlinked the file: pages that no process maps are freed."""
     free_before = _free_bytes()
     async with attached(vllm_engine, 128 << 20) as (arena, view):
-        prompt, leases = maker.in_arena(arena, pixels(640, 480, 21))
+        prompt, pins = maker.in_arena(arena, pixels(640, 480, 21))
         expected = await answer(vllm_engine, prompt, views_of(prompt, view))
         arena.view.memory[-(64 << 20) :] = bytes(64 << 20)  # pages to be freed
-        for lease in leases:
-            lease.release()
+        for pin in pins:
+            pin.release()
     assert arena.id in _mapped_by_children()
     assert _free_bytes() < free_before - (60 << 20)
     await vllm_engine.detach_arena(arena.id)

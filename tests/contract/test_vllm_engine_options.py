@@ -1,4 +1,4 @@
-"""vLLM's flags in a worker: user flags reach vLLM, except those that a worker depends on."""
+"""vLLM's flags in a worker: user flags reach vLLM, except the ones that a worker depends on."""
 
 import shutil
 

@@ -31,7 +31,7 @@ from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature
 from medialane.types.feature import Feature, MediaPayload
 from medialane.types.media import MediaSize
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import TensorSpec
 from medialane.vllm_bridge.engine.engine import VllmEngine
 from medialane.vllm_bridge.engine.engine_core import install
@@ -63,9 +63,9 @@ def entry(arena):
     (descriptor,) = describe(reservation.range, [SPEC])
     values = torch.arange(5000, dtype=torch.float32)
     arena.view.tensor(descriptor, writable=True)[:] = values.numpy().tobytes()
-    lease = arena.publish(reservation, "key", Feature("image", "key", b"", (descriptor,), MediaSize()))
+    pin = arena.publish(reservation, "key", Feature("image", "key", b"", (descriptor,), MediaSize()))
     yield descriptor
-    lease.release()
+    pin.release()
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ async def _done(*_args):
 MEDIA = (MediaPayload("image", "a", b"", ()),)
 
 
-@pytest.mark.parametrize("prompt", [ExpandedPrompt([1], MEDIA), SourcePrompt([1], MEDIA, stage="decoded")])
+@pytest.mark.parametrize("prompt", [ExpandedPrompt([1], MEDIA), UnexpandedPrompt([1], MEDIA, stage="decoded")])
 async def test_failure_of_a_request_without_tensors_in_an_arena_does_not_ask_engine_core(prompt):
     failing = FailingEngine(item_of(torch.zeros(4)))
     (delta,) = [delta async for delta in failing.generate(EngineRequest("r", prompt, b""), [])]

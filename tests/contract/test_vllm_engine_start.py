@@ -98,6 +98,6 @@ def test_engine_ends_with_its_front_end(engines, kind):
 
 @pytest.mark.vllm
 def test_engine_imports_little_that_was_not_imported_ahead(engines):
-    """But for the model's own class and processor, of which each has some."""
+    """But for the model's own class and processor, each of which has some."""
     late = [name for name in engines["forked"]["late"] if not name.startswith("transformers.models.")]
     assert len(late) < 60, late

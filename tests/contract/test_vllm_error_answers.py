@@ -48,7 +48,7 @@ def tokens(url):
     return {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}, "content_parts": parts}
 
 
-#: Endpoints whose requests have media. Those of `GENERATE` send them to a worker, too.
+#: Endpoints whose requests have media. The endpoints in `GENERATE` send them to a worker, too.
 MEDIA = {
     CHAT: chat,
     "/v1/chat/completions/batch": batch,

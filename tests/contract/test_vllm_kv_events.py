@@ -16,7 +16,7 @@ from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import MediaPayload
 from medialane.types.kv_events import AllBlocksCleared, BlockStored
 from medialane.types.media import MediaSize
-from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.engine.engine_options import HASH_ALGORITHM
 
@@ -122,7 +122,7 @@ async def test_video_expanded_by_the_worker_is_held_as_placed(watched, maker):
     name = "5eed" * 16  # the encoder cache of the engine is not reset, and other tests may use the same names
     item = MediaPayload("video", name, b"", (InlineTensor(TensorSpec("uint8", frames.shape), frames.tobytes()),), size)
     pads = maker.tokenizer.encode("<|vision_start|><|video_pad|><|vision_end|>")
-    first = await watched.run(SourcePrompt(text(100) + pads + text(300, 1), (item,), stage="decoded"))
+    first = await watched.run(UnexpandedPrompt(text(100) + pads + text(300, 1), (item,), stage="decoded"))
     (placed,) = first.placed
     assert (placed.modality, placed.mm_hash, placed.offset) == ("video", name, 101)
     assert 0 < placed.num_embeds <= placed.length

@@ -1,4 +1,4 @@
-"""vLLM loads our plugin in every process of its environment, also in those of plain vLLM: these keep vLLM's classes."""
+"""vLLM loads our plugin in every process of its environment, also in plain vLLM's: these keep vLLM's classes."""
 
 import json
 import os

@@ -8,7 +8,7 @@ from medialane.types.errors import TooManyFrames
 from medialane.types.feature import MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaSize
-from medialane.types.request import EngineRequest, SourcePrompt
+from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.vllm_bridge.seams import multimodal
 from model_parts import source_renderer
 from video_clips import clip
@@ -33,9 +33,9 @@ def load(monkeypatch):
     source = source_renderer(renderer, config=SimpleNamespace(multimodal_config=None))
 
     async def decode(total, backend, **options):
-        monkeypatch.setattr("medialane.vllm_bridge.engine.source_prompt.video_backend", lambda _config: backend)
+        monkeypatch.setattr("medialane.vllm_bridge.engine.unexpanded_prompt.video_backend", lambda _config: backend)
         item = MediaPayload("video", "h", b"", (), MediaSize(), io=canonical_options(options), param="here")
-        prompt = SourcePrompt([1], (item,), stage="url")
+        prompt = UnexpandedPrompt([1], (item,), stage="url")
         await source.render(EngineRequest("r", prompt, b""), prompt, [[memoryview(clip(total))]])
         (found,) = renderer.media["video"]
         return len(found[0] if isinstance(found, tuple) else found.media[0])

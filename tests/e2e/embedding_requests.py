@@ -49,7 +49,7 @@ async def ask(client, *content, **options):
 
 
 async def at_both_workers(client, *content, **options):
-    """Ask until both workers have answered, with questions of which none is in a KV cache. Return the first answer of
+    """Ask until both workers have answered, with questions that are in no KV cache. Return the first answer of
     each."""
     found = {}
     for number in range(40):
@@ -67,7 +67,7 @@ def evict_unheld(serve):
 
 
 async def evict(serve, store):
-    """Evict all media, of which none is held for long."""
+    """Evict all media: none are held for long."""
 
     async def evicted():
         evict_unheld(serve)

@@ -1,6 +1,6 @@
-"""Gateways over the same workers, by their flags, each of which every test of answers asks."""
+"""Gateways over the same workers, by their flags. Every test of answers asks each of them."""
 
-#: Gateways over the workers and the store of `serve`, each with one hand-over path. Those of APART have a store of
+#: Gateways over the workers and the store of `serve`, each with one hand-over path. Those in APART have a store of
 #: their own, with an arena out of the workers' reach, as on another host: the store of `serve` copies from it.
 #: `joined` lists no workers: they join it. It has a queue and a limit of the time to first token, to measure both.
 #: `encoders` has an encoder, besides, which the tests of encoders start.

@@ -24,7 +24,7 @@ MIDDLE_S = 0.5
 RESTART_S = 240
 
 _TEXTS = ("content", "reasoning", "reasoning_content")
-#: Of those that are asked together some are at the other worker, whose turn is next. On a busy machine answers may end
+#: Of requests asked together some are at the other worker, whose turn is next. On a busy machine answers may end
 #: before the kill, in particular the last ones, which have a worker for themselves.
 _MOST_ROUNDS = 6
 

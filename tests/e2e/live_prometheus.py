@@ -63,7 +63,7 @@ class LivePrometheus:
         return min(await self.values("timestamp(up)"), default=0.0) > time_s + 1.0  # a scrape takes time
 
     async def without_data(self, queries: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Those of the queries, each with its place, that return nothing."""
+        """The queries that return nothing, each with its place."""
         found = await asyncio.gather(*(self.values(query) for _, query in queries))
         return [query for query, values in zip(queries, found, strict=True) if not values]
 

@@ -85,7 +85,7 @@ def long_chat(*content: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole HTTP response. `events` are those of a stream, without `[DONE]`."""
+    """A whole HTTP response. `events` are a stream's, without `[DONE]`."""
 
     status: int
     json: Any

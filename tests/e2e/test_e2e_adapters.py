@@ -73,7 +73,7 @@ async def sql(served, right):
 
 
 async def answers(client):
-    """Those of prompts that have nothing in common, at once, so that each worker gets some."""
+    """Answers to prompts that have nothing in common, at once, so that each worker gets some."""
     prompts = [chat(text(f"{n} " * 30), picture(90 + n)) for n in range(NUM_PROMPTS)]
     return [answer.ids for answer in await asyncio.gather(*map(client.succeed, prompts))]
 

@@ -89,7 +89,7 @@ async def test_one_invalid_image_of_three_fails_the_request_without_leaking_leas
         """The jobs of the other images may run to completion."""
         return (await ours.metrics()).value("medialane_arena_leases") == 0
 
-    await eventually(is_free, "no lease is left", 20)
+    await eventually(is_free, "no hold is left", 20)
 
 
 async def test_invalid_image_fails_a_streaming_request_with_an_http_status(ours):

@@ -92,7 +92,7 @@ async def test_client_disconnect_leaves_no_lease_and_no_running_request(ours):
         page = await ours.metrics()
         assert page.value("medialane_arena_leases") > 0
         assert page.value("medialane_worker_in_flight") == 1
-    await eventually(lambda: is_idle(ours), "the request's lease and its engine's work have ended", 30)
+    await eventually(lambda: is_idle(ours), "the request's hold and its engine's work have ended", 30)
     assert (await ours.succeed(chat(picture(28), ASK))).cache == "hit"
 
 
@@ -105,7 +105,7 @@ async def test_client_disconnect_before_the_response_leaks_nothing(ours):
 
 
 async def is_idle(ours) -> bool:
-    """No request runs and no lease is held."""
+    """No request runs and nothing is held."""
     page = await ours.metrics()
     held = ("medialane_arena_leases", "medialane_worker_in_flight", "medialane_worker_running")
     return all(page.value(name) == 0 for name in held)

@@ -90,7 +90,7 @@ def traits(pid: int) -> dict[str, object]:
 
 
 def whole(answer: Answer) -> object:
-    """An answer without how it was cut into events: on a busy machine those of several steps are one."""
+    """An answer without how it was cut into events: on a busy machine the events of several steps are one."""
     if not answer.events:
         return answer.json
     (finish_reason,) = [c["finish_reason"] for e in answer.events for c in e["choices"] if c["finish_reason"]]

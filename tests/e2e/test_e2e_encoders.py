@@ -17,7 +17,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 ASK = text("What is in the picture?")
-#: Images of a burst, small ones: the workers encode those that the encoder does not.
+#: Images of a burst, small ones: the workers encode the ones that the encoder does not.
 #: Their headers are there within a second on a slow machine too: later ones of a burst may be refused.
 NUM_REQUESTS = 100
 STOPPED_S = 5
@@ -56,7 +56,7 @@ async def encoder(serve, client, server_flags, encoder_address, vllm_environ, tm
     )
     encoder = Encoder(process.pid, encoder_address, client)
     await eventually(encoder.is_ready, "the encoder is ready", START_S)
-    # Earlier tests have reset the workers' encoder caches: since then their embeddings are not those of a new process.
+    # Earlier tests have reset the workers' encoder caches: since then their embeddings differ from a new process's.
     await client.succeed({}, "/reset_encoder_cache")
     yield encoder
     process.kill()

@@ -1,4 +1,4 @@
-"""Prompts of token ids with processed items: by tensors, references or hashes, the tokens are those of the chat."""
+"""Prompts of token ids with processed items: by tensors, references or hashes, the tokens equal the chat's."""
 
 import base64
 import json

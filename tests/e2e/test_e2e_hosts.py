@@ -41,7 +41,7 @@ def _are_closed_at_the_end(starting_hosts):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def gateways(starting_hosts, plain_vllm):
-    """A client for each of PATHS, in place of those of one host."""
+    """A client for each of PATHS, in place of one host's clients."""
     return await starting_hosts.ready()
 
 
@@ -65,7 +65,7 @@ def seed(way):
 
 @pytest_asyncio.fixture
 async def routed(gateways, way, plain, far_store):
-    """Its outputs equal those of plain vLLM, and its media travel by no other path."""
+    """Its outputs equal plain vLLM's, and its media travel by no other path."""
     client, before = gateways[way], await num_pulls(far_store)
     yield RoutedAnswer(client, plain)
     assert (await num_pulls(far_store) - before).keys() <= {PATHS[way][0]}
@@ -139,8 +139,8 @@ async def test_idle_hosts_hold_nothing(starting_hosts, gateways, far_store):
     async def is_idle() -> bool:
         near = [await client.metrics() for client in gateways.values()]
         far = (await stats_of(far_store)).arena
-        leases = [far.num_leases, far.num_reservations, *(page.value("medialane_arena_leases") for page in near)]
-        return not any(leases) and not any(page.value("medialane_worker_in_flight") for page in near)
+        pins = [far.num_leases, far.num_reservations, *(page.value("medialane_arena_leases") for page in near)]
+        return not any(pins) and not any(page.value("medialane_worker_in_flight") for page in near)
 
     await eventually(is_idle, "the last worker has released", 10)
 

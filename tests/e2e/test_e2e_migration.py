@@ -226,7 +226,7 @@ REPEATED = {
 
 
 async def test_beam_search_of_a_killed_worker_is_repeated_and_equal(serve, ours):
-    """Of which each step is a request of its own."""
+    """Each of its steps is a request of its own."""
     body = chat(STORY, use_beam_search=True, n=2, max_tokens=120)
     right = await ours.succeed(body)
     request = asyncio.create_task(ours.post(body))

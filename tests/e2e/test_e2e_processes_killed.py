@@ -2,7 +2,7 @@
 
 After each test `serve` is as before, except for its caches. One kill of each kind, with requests in several steps: what
 does not depend on vLLM is tested with a fake engine (tests/integration/test_any_process_killed.py). What is not held is
-overwritten. What a killed process has held is read at the store itself, of which the tests are a client.
+overwritten. What a killed process has held is read at the store itself: the tests are one of its clients.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ async def _as_before(serve, ours, store):
 
 
 async def holds(store: StoreLink, number: int) -> bool:
-    """Whether the store has granted this number of leases, by its own count: two for an image that a worker reads."""
+    """Whether the store has granted this number of pins, by its own count: two for an image that a worker reads."""
     return (await stats_of(store)).arena.num_leases == number
 
 

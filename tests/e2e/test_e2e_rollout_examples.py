@@ -51,7 +51,7 @@ async def test_rollouts_share_one_image(ours, plain, serve, tiny_model, metrics_
     seed = RUNS[script, payload]
     image = tmp_path / "photo.jpg"
     image.write_bytes(photo(seed, *SIZE))
-    if payload == "references":  # their tokens follow from the size, of which a blank is processed once
+    if payload == "references":  # their tokens follow from the size: a blank of it is processed once
         await ours.succeed({**chat(picture(seed + 50, *SIZE)), "mm_payload": "none"}, RENDER)
     num_jobs, num_encoded = await counts(ours, metrics_port)
     words = ["--store", serve.store_address] if (script, payload) == ("trl_style_rollout", "references") else []

@@ -172,7 +172,7 @@ def serving(tiny_model, vllm_environ, tmp_path_factory):
 @pytest.fixture
 async def served(serving):
     def is_ready():
-        serving.reports("READY=1")  # the socket holds ten: those of a slow start leave no room for the last
+        serving.reports("READY=1")  # the socket holds ten: messages of a slow start leave no room for the last
         return "Ctrl-C stops it" in serving.process.log.read_text()
 
     await eventually(is_ready, "it is ready", START_S, more=serving.process.tail)

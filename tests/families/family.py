@@ -29,7 +29,7 @@ class Family:
 
     `limits` are the most items of each modality in a prompt. `placeholders` is what the chat template writes for one
     item, which a prompt made without the template must contain, too ("{}" is the item's number). `padded` are fields
-    that the processor makes as long as those of the largest item in the request; the model drops what is added.
+    that the processor makes as long as the largest item's in the request; the model drops what is added.
     `joint` are those whose last frame depends on whether a longer item is in the request, and whose padding need not be
     zeros. `extra_flags` are vLLM's own.
     `predicted`: those of ALL_PREDICTED that are predicted for it. `has_pixel_limits`: requests may lower those of its

@@ -1,4 +1,4 @@
-"""Names of weights as in the hub's checkpoints, for loaders of vLLM that do not accept those of vLLM's own models."""
+"""Names of weights as in the hub's checkpoints, for loaders of vLLM that do not accept vLLM's own names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-#: Of a weight of vLLM's model, those that the checkpoints have for it.
+#: By a weight of vLLM's model, the names that checkpoints have for it.
 Parts = Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
 
 

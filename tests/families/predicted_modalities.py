@@ -2,7 +2,7 @@
 
 python tests/families/predicted_modalities.py [FAMILY ...]   # then tests/families/models_page.py
 
-For each family it is found out, as at the start of a server, of which modalities an item's header follows from the size
+For each family it is tried, as at the start of a server, for which modalities an item's header follows from the size
 of the media, and the header of a size that was not among the samples is compared with that of a processed item.
 `tests/contract/test_family_headers.py` does that for more sizes.
 """

@@ -193,7 +193,7 @@ def write_minicpmv(folder: Path) -> None:
 
 
 def molmo_embeddings(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of marks are apart from those of text."""
+    """The ids of marks are apart from the ids of text."""
     if name == "model.embed_tokens.weight":
         text, marks = tensor.split([LANGUAGE["vocab_size"], 128])
         yield "model.transformer.wte.embedding", text.contiguous()
@@ -208,7 +208,7 @@ def built_with(write: Callable[[Path], None], code: str) -> Callable[[Path], Pat
 
 
 FAMILIES = (
-    # Chunks of a clip, of which the first is as long as the longest clip of the request.
+    # Chunks of a clip; the first is as long as the longest clip of the request.
     Family(
         "ultravox",
         {"audio": 2},

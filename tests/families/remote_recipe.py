@@ -1,5 +1,5 @@
-"""Models of families of which transformers has neither a configuration nor a model: those that the hub's checkpoints
-bring as code of their own (`--trust-remote-code`), and those that only vLLM has.
+"""Models of families for which transformers has neither a configuration nor a model: the hub's checkpoints bring them
+as code of their own (`--trust-remote-code`), or only vLLM has them.
 
 The configuration is a class in the model's folder, as in those checkpoints. The weights have the names of vLLM's own
 model, whose loaders accept them, too: a process of its own starts vLLM with dummy weights and saves what it finds.
@@ -23,7 +23,7 @@ TRUSTED = "--trust-remote-code"
 _WEIGHTS = Path(__file__).with_name("vllm_weights.py")
 _CODE = Path(__file__).with_name("remote_code")
 
-#: What checkpoints with code of their own have: a class for the fields, and those of its parts.
+#: What checkpoints with code of their own have: a class for the fields, and classes of its parts.
 _CONFIGURATION = """\
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 

@@ -104,7 +104,7 @@ def write_cohere_asr(folder: Path) -> None:
         head={"num_classes": VOCABULARY, "hidden_size": 128},
     )
     write_vllm_weights(folder)
-    # Those of checkpoints have other names, which vLLM translates.
+    # The weights of checkpoints have other names, which vLLM translates.
     path, head = folder / "model.safetensors", {"proj_out.": "log_softmax.mlp.layer0."}
     found = {_renamed(name, head | {"model.": ""}): tensor for name, tensor in load_file(path).items()}
     save_file(found, path, {"format": "pt"})

@@ -54,7 +54,7 @@ _MODULES = (
     processor_families,
 )
 
-#: Modules with families of which only the processors are tried.
+#: Modules with families whose processors alone are tried.
 _PROCESSORS = (
     processor_families,
     weightless_families,
@@ -74,7 +74,7 @@ _RUN = _by_name(family for module in _MODULES for family in module.FAMILIES)
 #: All families that generate and whose items are processed one by one, by name.
 FAMILIES = _by_name(family for family in _RUN.values() if family.stage == "features")
 
-#: Those and the ones of which only the processors can be tried.
+#: These, and the ones whose processors alone can be tried.
 PREPARED = FAMILIES | _by_name(family for module in _PROCESSORS for family in module.PROCESSORS)
 
 #: Those whose items depend on the others of a request: they are served in stage `decoded`.

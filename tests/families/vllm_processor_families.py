@@ -158,7 +158,7 @@ FAMILIES = (
         predicted=frozenset(("tokens",)),
         padded=frozenset(("pixel_values",)),
     ),
-    # A grid of patches, of which four are one token; there is no kernel of its attention for bf16 on a CPU.
+    # A grid of patches; four of them are one token; there is no kernel of its attention for bf16 on a CPU.
     Family(
         "isaac",
         {"image": 2},

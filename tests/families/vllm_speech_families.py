@@ -82,7 +82,7 @@ def write_kimi_audio(folder: Path) -> None:
 
 
 FAMILIES = (
-    # Several placeholders for one clip, of which one is in the prompt; outputs of inner layers of the encoder.
+    # Several placeholders for one clip; one of them is in the prompt; outputs of inner layers of the encoder.
     Family(
         "moss_audio",
         {"audio": 2},

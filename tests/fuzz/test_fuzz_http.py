@@ -61,7 +61,7 @@ HEADERS = [
     b"access-control-request-method", b"access-control-request-headers", b"if-none-match", b"last-event-id", b"date",
     b"x-session-id", b"x-data-parallel-rank", b"content-disposition", b"keep-alive", b"proxy-authorization",
 ]  # fmt: skip
-#: Those that are parsed, before a key is known or where none is needed.
+#: Bodies that are parsed before a key is known, or where none is needed.
 PARSED = [
     b"cookie",
     b"authorization",

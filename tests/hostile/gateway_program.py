@@ -100,7 +100,7 @@ def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
 
 def reloading(config: Config) -> Any:
     """The settings as commands take them. Nothing reloads them."""
-    from medialane.cli.reloading import Reloading
+    from medialane.cli.settings import Reloading
 
     return Reloading(config)
 

@@ -17,7 +17,7 @@ from poison import poison_freed
 
 @pytest.fixture
 def arena(monkeypatch):
-    """What it frees is overwritten. A test that leaves a lease or a reservation fails."""
+    """What it frees is overwritten. A test that leaves a pin or a reservation fails."""
     poison_freed(monkeypatch)
     with checked_arena(32 * MIB) as arena:
         yield arena
@@ -51,8 +51,8 @@ async def worker(arena):
 
 @pytest.fixture
 async def open_parts(arena, preparers):
-    """Opens a gateway with some workers, which `worker` describes; `parts` are those of the gateway that differ, other
-    settings its own."""
+    """Opens a gateway with some workers, which `worker` describes; `parts` are its parts that differ, other settings
+    its own."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
 

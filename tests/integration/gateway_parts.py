@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from fake_engine import FakeEngine, FakeParams
 from medialane.arena import Arena
 from medialane.gateway import (
+    AppBackend,
     Encoders,
-    Gateway,
     GatewayConfig,
     HandoverConfig,
     InlineTransport,
@@ -264,15 +264,15 @@ class Parts:
             ]
         )
         link.watch(lambda _: self.links.arena_changed())
-        self.features = self.store.features
+        self.store_items = self.store.store_items
         shm = self._new_shm(HoldPasser(link, retention_s=0.0))
         pull = PullTransport(self._new_grants(link), handover.mover)
         inline = InlineTransport(link.tensor, handover.max_inline_bytes)
         router = self.router = Router(self._routing)
-        self.gateway = Gateway(
+        self.gateway = AppBackend(
             config=config,
             transports=Transports([*self._transports, shm, pull, inline], handover.transport),
-            features=self.features,
+            store_items=self.store_items,
             assembler=self._assembler,
             workers=self.links,
             router=router,
@@ -312,7 +312,7 @@ class Parts:
 
     @property
     def num_held(self) -> int:
-        """Number of leases on entries of the arena."""
+        """Number of pins on entries of the arena."""
         return self.arena.stats().num_leases
 
     def count(self, name: str, **labels: str) -> float:

@@ -122,7 +122,7 @@ async def host(folder: Path) -> int:
 def store(folder: Path) -> int:
     import poison
     from medialane.cli import store as command
-    from medialane.cli.reloading import Reloading
+    from medialane.cli.settings import Reloading
 
     poison.install()
     command.PROCESSOR_FACTORY = "gates:build_processor"
@@ -198,7 +198,7 @@ async def gateway(folder: Path, name: str) -> int:
     from gateway_parts import MEDIA, Parts
     from host_store import StoreClientTask
 
-    from medialane.gateway import GatewayConfig, StoreFeatures
+    from medialane.gateway import GatewayConfig, StoreItems
     from medialane.routing import RoutingConfig
     from medialane.runtime.tasks import LoopFairness
     from medialane.store import SendData, StoreLink
@@ -207,7 +207,7 @@ async def gateway(folder: Path, name: str) -> int:
 
     gates = Gates(folder)
 
-    class GatedFeatures(StoreFeatures):
+    class GatedItems(StoreItems):
         async def processed(self, ref: MediaRef, *arguments, **options) -> StagedItem:
             await gates.passed("before find")
             return await super().processed(ref, *arguments, **options)
@@ -232,12 +232,12 @@ async def gateway(folder: Path, name: str) -> int:
         processor=settings,
     )
     fairness = LoopFairness()
-    features = GatedFeatures(client.link, processor_digest=digest(settings), fairness=fairness, media=MEDIA)
+    store_items = GatedItems(client.link, processor_digest=digest(settings), fairness=fairness, media=MEDIA)
     place = place_of(folder)
     addresses = place.workers or [address(folder, found) for found in WORKERS]
     workers = [SimpleNamespace(address=found, attaches=True) for found in addresses]
     config = GatewayConfig(stage="features", reconnect_initial_s=0.01, reconnect_max_s=0.05)
-    beside = SimpleNamespace(store=SimpleNamespace(link=client.link, features=features))
+    beside = SimpleNamespace(store=SimpleNamespace(link=client.link, store_items=store_items))
     with stopped_by_signals() as stop:
         routing = RoutingConfig(encoder_ms_per_token=ENCODER_MS_PER_TOKEN)
         async with Parts(None, None, workers, rpc=place.rpc(), config=config, beside=beside, routing=routing) as parts:

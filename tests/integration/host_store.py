@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 from medialane.arena import Arena
-from medialane.gateway import StoreFeatures
+from medialane.gateway import StoreItems
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.prepare import PreparerPool
@@ -62,7 +62,7 @@ async def fetching(arena: Arena, media: MediaConfig) -> AsyncIterator[Fetcher]:
 
 
 class HostStore:
-    """The store of `arena`, which its caller owns, like the other parts. `features` is a gateway's source of media."""
+    """The store of `arena`, which its caller owns, like the other parts. `store_items` is how a gateway uses it."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class HostStore:
         self.link = client.link
         async with asyncio.timeout(5):
             await self.link.ready()
-        self.features = StoreFeatures(
+        self.store_items = StoreItems(
             self.link, processor_digest=digest(PROCESSOR), fairness=self.fairness, media=self.media
         )
         return self

@@ -34,33 +34,33 @@ class Stored(msgspec.Struct):
     sha256: str
 
 
-def _hash(arena: Arena, lease) -> str:
-    return hashlib.sha256(arena.view.entry(lease.range)[ENTRY_HEADER_BYTES:]).hexdigest()
+def _hash(arena: Arena, pin) -> str:
+    return hashlib.sha256(arena.view.entry(pin.range)[ENTRY_HEADER_BYTES:]).hexdigest()
 
 
 async def main(directory: str, host: str | None = None, num_bytes: str = "0") -> None:
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20, directory=directory))
     pulls = Pulls(arena, RpcConfig(shared_secret=SECRET, insecure=True), max_pull_s=lambda _: PULL_S)
-    lease = None
+    pin = None
     if host is not None:
         await pulls.serve(f"tcp://{host}:0")
-        lease = _store(arena, int(num_bytes))
-        _say(Stored(pulls.grant([lease.range])[0], _hash(arena, lease)))
+        pin = _store(arena, int(num_bytes))
+        _say(Stored(pulls.grant([pin.range])[0], _hash(arena, pin)))
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         _say(await _pull(pulls, arena, msgspec.json.decode(line, type=RemoteEntry)))
-    if lease is not None:
-        lease.release()
+    if pin is not None:
+        pin.release()
     await pulls.close()
     arena.close()
 
 
 async def _pull(pulls: Pulls, arena: Arena, entry: RemoteEntry) -> Pulled:
     try:
-        (lease,) = await pulls.pull([entry])
+        (pin,) = await pulls.pull([entry])
     except MedialaneError as error:
         return Pulled(error=error.message)
-    with lease:
-        found = Pulled(_hash(arena, lease))
+    with pin:
+        found = Pulled(_hash(arena, pin))
     arena.evict(entry.key)
     return found
 

@@ -126,7 +126,7 @@ async def test_answer_waits_for_a_worker_to_be_ready(open_parts):
 
 
 async def test_all_answers_of_the_only_worker_go_on_when_it_is_back(open_parts):
-    """Those that wait for their turn when it is back as much as the one that has it."""
+    """Requests that wait for their turn when it is back, as much as the one that has it."""
     parts, (worker,) = await open_parts(1, migration_timeout_s=5)
     expected = await Asked(parts, media=False).task
     asked = [Asked(parts, media=False) for _ in range(4)]

@@ -15,7 +15,9 @@ from gateway_parts import PLACEHOLDER_TOKEN, FakeWorker, Parts, png, prompt, req
 
 from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
 from fake_engine import FAKE_CARD
-from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, open_scope, request_report
+from medialane.gateway import GatewayConfig, HandoverConfig, open_scope
+from medialane.gateway.intake import ExtractedMedia
+from medialane.gateway.records import request_report
 from medialane.routing import RoutingConfig
 from medialane.types.errors import GenerationFailed, HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPrompt

@@ -11,7 +11,6 @@ from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from embedding_memory import ENCODER_CARD, ArenaEmbeddings
 from medialane.gateway import GatewayConfig, RequestTracing, open_scope
-from medialane.observability.tracing import Tracing
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, WorkerLost
 from medialane.types.feature import MediaPrompt
@@ -107,9 +106,9 @@ async def test_encoding_is_a_step_of_its_item_and_encoders_get_the_context_of_th
     media = prompt(png())
     with http_collector() as collector, open_scope() as scope:
         environ = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-        tracing = Tracing(collector.endpoint, environ, service_name="gateway")
+        tracing = RequestTracing(collector.endpoint, environ, model="m")
         asked = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
-        scope.trace = RequestTracing(tracing, "m").begin(asked, scope.record)
+        scope.trace = tracing.begin(asked, scope.record)
         scope.record.received(media.items, model="m", streams=False)
         await host.parts.answer(media)
         scope.record.ended(is_disconnected=False)

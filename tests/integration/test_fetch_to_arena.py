@@ -61,7 +61,7 @@ async def origin():
 async def source_of(arena, preparers=None, **limits):
     media = MediaConfig(**LOCAL, **limits)
     async with fetching(arena, media) as fetcher, HostStore(arena, preparers, fetcher, media=media) as store:
-        yield store.features
+        yield store.store_items
 
 
 async def in_pieces(writer: asyncio.StreamWriter, body: bytes, piece: int = 64 * 1024) -> None:
@@ -157,12 +157,12 @@ async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
     (tmp_path / "a.bmp").write_bytes(body)
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), b"{}", RequestTimeline(), UNCOUNTED)
+        pin = await source.encoded(image(f"file://{tmp_path}/a.bmp"), b"{}", RequestTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert lease.content_hash == content_hash(body)
-        assert lease.feature.nbytes == len(body) > 11 * MIB
-        lease.hold.release()
+        assert pin.content_hash == content_hash(body)
+        assert pin.feature.nbytes == len(body) > 11 * MIB
+        pin.hold.release()
     assert peak < 4 * MIB  # chunks of 1 MiB: one here, and one that each of two threads has not let go of yet
 
 
@@ -184,11 +184,11 @@ async def test_large_body_is_not_copied_to_the_heap(arena, origin):
     origin.routes["/a"] = write
     async with source_of(arena) as source:
         tracemalloc.start()
-        lease = await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
+        pin = await source.encoded(image(origin.url("/a")), b"{}", RequestTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert lease.feature.nbytes == len(body) > 6 * MIB
-        lease.hold.release()
+        assert pin.feature.nbytes == len(body) > 6 * MIB
+        pin.hold.release()
     assert peak < 2 * MIB
 
 
@@ -279,9 +279,9 @@ async def test_feature_evicted_when_unpinned_is_prepared_once(arena, preparers, 
     make = preparers.prepare_item
 
     async def made(*args, **kwargs):
-        lease = await make(*args, **kwargs)
+        pin = await make(*args, **kwargs)
         asyncio.get_running_loop().call_soon(arena.clear)
-        return lease
+        return pin
 
     monkeypatch.setattr(preparers, "prepare_item", made)
     async with source_of(arena, preparers) as source:
@@ -386,8 +386,8 @@ async def test_concurrent_fetches_are_bounded(arena, limits, most):
     routes = {f"/{n}": write for n in range(8)}
     async with HttpOrigin(dict(routes)) as one, HttpOrigin(dict(routes)) as other, source_of(arena, **limits) as source:
         refs = [image(origin.url(f"/{n}")) for n in range(8) for origin in (one, other)]
-        leases = await asyncio.gather(*(source.encoded(ref, b"{}", RequestTimeline(), UNCOUNTED) for ref in refs))
-        for found in leases:
+        pins = await asyncio.gather(*(source.encoded(ref, b"{}", RequestTimeline(), UNCOUNTED) for ref in refs))
+        for found in pins:
             found.hold.release()
         assert peak == most
         assert len(one.requests) == len(other.requests) == 8

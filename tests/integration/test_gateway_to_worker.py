@@ -17,7 +17,9 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from audio_maker import by_libsndfile, tones
-from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, InlineTransport, open_scope, request_report
+from medialane.gateway import GatewayConfig, HandoverConfig, InlineTransport, open_scope
+from medialane.gateway.intake import ExtractedMedia
+from medialane.gateway.records import request_report
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.types.errors import (
     ArenaFull,
@@ -38,7 +40,7 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
 from medialane.types.media import Alias, MediaRef, MediaSize
-from medialane.types.request import ExpandedPrompt, ModelCard, SourcePrompt
+from medialane.types.request import ExpandedPrompt, ModelCard, UnexpandedPrompt
 from medialane.types.stage import STAGES
 from medialane.types.tensor import InlineTensor
 from medialane.worker.media import Receiver
@@ -335,7 +337,7 @@ async def test_bookkeeping_failure_after_sending_aborts_the_request(arena, prepa
         await eventually(lambda: parts.num_held == 0, timeout_s=2)
 
 
-async def test_client_disconnect_during_preparation_leaves_no_lease(arena, preparers, worker):
+async def test_client_disconnect_during_preparation_leaves_no_pin(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 
         async def one():
@@ -427,7 +429,7 @@ async def test_closing_the_links_closes_the_connections(arena, preparers, worker
     assert link.client is None
 
 
-async def test_unserialisable_request_leaves_no_lease(arena, preparers, worker):
+async def test_unserialisable_request_leaves_no_pin(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             prepared = await parts.gateway.prepare(prompt(png()))
@@ -447,7 +449,7 @@ async def test_failed_hand_over_falls_back_to_the_next_transfer_path(arena, prep
             assert parts.count("medialane_transfer_fallbacks_total", path=way, reason="handover_failed") == 1
         await eventually(lambda: parts.num_held == 0)
     kinds = [type(r.prompt) for r in seen]
-    assert kinds == [ExpandedPrompt, ExpandedPrompt, SourcePrompt]
+    assert kinds == [ExpandedPrompt, ExpandedPrompt, UnexpandedPrompt]
     assert bytes_of(arena, seen[2].prompt) == png()
     assert len({r.request_id for r in seen}) == 3
 
@@ -525,7 +527,7 @@ async def test_worker_with_a_different_processor_processes_media_itself(arena, p
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             await parts.answer(prompt(png()))
-    assert isinstance(seen[0].prompt, SourcePrompt)
+    assert isinstance(seen[0].prompt, UnexpandedPrompt)
 
 
 async def test_no_allowed_transfer_path_is_a_clear_error(arena, preparers, make_worker):
@@ -585,7 +587,7 @@ async def test_features_too_large_for_a_message_fall_back_to_the_encoded_image(a
             await parts.answer(prompt(png()))
         with open_scope(), pytest.raises(GenerationFailed):
             await parts.answer(prompt(png(), png()))
-    assert [type(r.prompt) for r in seen] == [SourcePrompt]
+    assert [type(r.prompt) for r in seen] == [UnexpandedPrompt]
 
 
 async def test_truncated_prompt_is_never_processed_by_the_worker(arena, preparers, worker):

@@ -16,7 +16,7 @@ from medialane.arena import describe
 from medialane.gateway.workers import RpcClient
 from medialane.types.errors import WorkerLost
 from medialane.types.feature import MediaPayload, PlaceholderRange
-from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.wire import Hello, RpcConfig
 
@@ -33,14 +33,14 @@ def pytest_asyncio_loop_factories(config, item):
 
 @pytest.fixture
 def stored(arena):
-    """A tensor in the arena, and the lease that pins it."""
+    """A tensor in the arena, and the pin that pins it."""
     reservation = arena.reserve(NUM_BYTES)
     np.frombuffer(reservation.buffer, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, NUM_BYTES, np.uint8)
     spec = TensorSpec("uint8", (NUM_BYTES,))
-    lease = arena.keep(reservation, None)
-    (tensor,) = describe(lease.range, (spec,))
+    pin = arena.keep(reservation, None)
+    (tensor,) = describe(pin.range, (spec,))
     yield tensor
-    lease.release()
+    pin.release()
 
 
 @asynccontextmanager
@@ -84,7 +84,7 @@ def inline_request(arena, stored):
     handed = by_value(arena, stored)
     wanted = request("r", [1], max_tokens=1)
     item = MediaPayload("image", "h", b"", (handed,))
-    return type(wanted)("r", SourcePrompt([1], (item,)), wanted.sampling_params)
+    return type(wanted)("r", UnexpandedPrompt([1], (item,)), wanted.sampling_params)
 
 
 async def test_sending_a_large_tensor_does_not_block_the_event_loop(arena, stored):
@@ -129,13 +129,13 @@ async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
         wanted.prompt.media[0].tensors[0].data.release()  # raises BufferError while a piece of it is exported
 
 
-async def test_expanded_and_source_prompts_with_inline_features_give_equal_outputs(arena, stored):
+async def test_expanded_and_unexpanded_prompts_with_inline_features_give_equal_outputs(arena, stored):
     async with connected(arena) as (worker, client):
         handed = by_value(arena, stored)
         wanted = request("r", [1, 2], max_tokens=1)
         item = MediaPayload("image", "h", b"", (handed,), placeholder=PlaceholderRange(1, 1))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)
         one = [delta async for delta in client.requests.submit(sent)]
-        other = type(wanted)("s", SourcePrompt([1, 2], (item,)), wanted.sampling_params)
+        other = type(wanted)("s", UnexpandedPrompt([1, 2], (item,)), wanted.sampling_params)
         assert [d.completions for d in one] == [[*d.completions] async for d in client.requests.submit(other)]
         assert worker.engine.num_reading == 0

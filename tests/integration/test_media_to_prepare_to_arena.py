@@ -10,7 +10,7 @@ import pytest
 from PIL import Image as PILImage
 
 from decoded_media import decode_image
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaView, Lease
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaView, Pin
 from medialane.media import MediaConfig
 from medialane.types.errors import InvalidRequest
 from medialane.types.hashing import content_hash
@@ -25,7 +25,7 @@ def encode(width: int, height: int, file_format: str) -> bytes:
     return file.getvalue()
 
 
-def put(arena: Arena, data: bytes, media_type: str) -> Lease[EncodedMedia]:
+def put(arena: Arena, data: bytes, media_type: str) -> Pin[EncodedMedia]:
     reservation = arena.reserve(len(data))
     reservation.buffer[:] = data
     encoded = EncodedMedia("image", content_hash(data), media_type, reservation.range, ENTRY_HEADER_BYTES, len(data))
@@ -37,16 +37,16 @@ async def test_arena_tensors_equal_those_of_the_decoded_pixels(arena, preparers,
     files = [encode(61 + n, 47, file_format) for n in range(6)]
     sources = [put(arena, data, media_type) for data in files]
     jobs = [preparers.prepare_item(source, b'{"scale": 0.5}', f"{n:064}") for n, source in enumerate(sources)]
-    leases = await asyncio.gather(*jobs)
+    pins = await asyncio.gather(*jobs)
     reader = ArenaView.open(arena.id, str(arena.path.parent))
-    for data, source, lease in zip(files, sources, leases, strict=True):
+    for data, source, pin in zip(files, sources, pins, strict=True):
         pixels = decode_image(memoryview(data), MediaConfig()).pixels
-        tensor = lease.value.tensors[0]
+        tensor = pin.value.tensors[0]
         found = np.frombuffer(reader.tensor(tensor), np.float32).reshape(tensor.spec.shape)
         np.testing.assert_array_equal(found, pixels.astype(np.float32) * np.float32(0.5))
-        assert (lease.value.size.width, lease.value.size.height) == (pixels.shape[1], pixels.shape[0])
+        assert (pin.value.size.width, pin.value.size.height) == (pixels.shape[1], pixels.shape[0])
         del found
-        lease.release()
+        pin.release()
         source.release()
     reader.close()
 

@@ -20,7 +20,8 @@ from gateway_parts import Parts
 from PIL import Image as PILImage
 
 from medialane.arena import describe, layout
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway.intake import ExtractedMedia
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.transfer.nixl import NixlMover, RdmaMetadata
 from medialane.types.errors import (

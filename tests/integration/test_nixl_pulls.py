@@ -35,14 +35,14 @@ class Store:
         reservation = self.host.arena.reserve(size)
         reservation.buffer[:] = data
         tensors = (TensorDescriptor(spec, reservation.range, offset),)
-        lease = self.host.arena.publish(reservation, key, Feature("image", key, b"", tensors, MediaSize()))
-        self._leases.append(lease)
-        return replace(self.pulls.grant([lease.range])[0], mover=mover)
+        pin = self.host.arena.publish(reservation, key, Feature("image", key, b"", tensors, MediaSize()))
+        self._leases.append(pin)
+        return replace(self.pulls.grant([pin.range])[0], mover=mover)
 
     async def pull(self, entry) -> bytes:
-        (lease,) = await self.pulls.pull([entry])
-        with lease:
-            return bytes(self.host.arena.view.tensor(lease.value.tensors[0]))
+        (pin,) = await self.pulls.pull([entry])
+        with pin:
+            return bytes(self.host.arena.view.tensor(pin.value.tensors[0]))
 
     @property
     def num_pulls(self) -> dict[str, int]:
@@ -52,8 +52,8 @@ class Store:
         if self.host.mover.pid is not None:
             self.host.resume()
         await self.pulls.close()
-        for lease in self._leases:
-            lease.release()
+        for pin in self._leases:
+            pin.release()
         await self.host.close()
 
 

@@ -14,8 +14,9 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FAKE_CARD
-from medialane.gateway import ExtractedMedia, GatewayConfig, current_scope, open_scope
+from medialane.gateway import GatewayConfig, current_scope, open_scope
 from medialane.gateway.admission import Tenants
+from medialane.gateway.intake import ExtractedMedia
 from medialane.types.errors import MedialaneError, QueueTimeout, TtftLimitExceeded
 from medialane.types.media import MediaRef
 from waiting import eventually
@@ -58,7 +59,7 @@ def tenants(tmp_path):
 
 
 class Clients:
-    """Requests, and the names of those that were answered, in that order."""
+    """Requests, and the names of the answered ones, in that order."""
 
     def __init__(self, parts):
         self.parts = parts
@@ -208,12 +209,12 @@ async def test_request_with_a_small_body_is_among_those_with_media_once_it_is_kn
     queues = (await open_parts()).gateway.queues
     with open_scope() as scope:
         queues.arrive(scope, num_bytes=100)
-        text = scope.arrival.flow
+        text = scope.flow
         scope.extracted = ExtractedMedia((MediaRef("image", "messages[0].content[0]", url="http://host/a.png"),))
         queues.received(scope)
         assert (text.is_media, text.num_in_flight) == (False, 0)
-        assert (scope.arrival.flow.is_media, scope.arrival.flow.num_in_flight) == (True, 1)
-        media = scope.arrival.flow
+        assert (scope.flow.is_media, scope.flow.num_in_flight) == (True, 1)
+        media = scope.flow
     assert media.num_in_flight == 0
 
 

@@ -13,7 +13,7 @@ from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from fake_engine import FakeContinuable, FakeEngine
 from medialane.gateway import RequestTracing, ScopeMiddleware, current_scope
-from medialane.observability.tracing import Tracing, client_context
+from medialane.gateway.records.trace import client_context
 from medialane.types.errors import InvalidRequest, NoWorkerReady, StartupFailed
 from otlp_collector import grpc_collector, http_collector
 from waiting import eventually
@@ -70,7 +70,7 @@ class Traced:
 
     def __init__(self, parts, collector, protocol="http/protobuf"):
         self._parts = parts
-        self._tracing = Tracing(collector.endpoint, {PROTOCOL: protocol}, service_name="medialane-gateway")
+        self._tracing = RequestTracing(collector.endpoint, {PROTOCOL: protocol}, model="tiny")
 
     async def __aenter__(self):
         return self
@@ -95,7 +95,7 @@ class Traced:
         async def ignore(message):
             pass
 
-        middleware = ScopeMiddleware(app, self._parts.metrics, tracing=RequestTracing(self._tracing, "tiny"))
+        middleware = ScopeMiddleware(app, self._parts.metrics, tracing=self._tracing)
         headers = [] if context is None else [(b"traceparent", context.encode())]
         await middleware({"type": "http", "method": method, "path": path, "headers": headers}, None, ignore)
 
@@ -234,7 +234,8 @@ async def test_what_is_not_sampled_is_not_sampled_by_workers_either(parts, worke
 async def test_headers_and_name_of_the_service_are_those_of_the_environment(parts, collector, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "front")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "x-team=vision")
-    tracing = Tracing(collector.endpoint, {PROTOCOL: "http/protobuf", "OTEL_SERVICE_NAME": "front"}, service_name="own")
+    environ = {PROTOCOL: "http/protobuf", "OTEL_SERVICE_NAME": "front"}
+    tracing = RequestTracing(collector.endpoint, environ, model="tiny")
     tracing.tracer.start_span("one").end()
     await tracing.close()
     assert [span.service for span in collector.spans] == ["front"]
@@ -243,7 +244,7 @@ async def test_headers_and_name_of_the_service_are_those_of_the_environment(part
 
 async def test_a_collector_that_is_gone_does_not_delay_the_stop(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "3")
-    tracing = Tracing("http://127.0.0.1:9", {}, service_name="own")
+    tracing = RequestTracing("http://127.0.0.1:9", {}, model="tiny")
     tracing.tracer.start_span("one").end()
     async with asyncio.timeout(2.8):
         await tracing.close()
@@ -252,4 +253,4 @@ async def test_a_collector_that_is_gone_does_not_delay_the_stop(monkeypatch):
 
 def test_unknown_protocols_are_refused():
     with pytest.raises(StartupFailed, match="http/json"):
-        Tracing("http://127.0.0.1:9", {PROTOCOL: "http/json"}, service_name="own")
+        RequestTracing("http://127.0.0.1:9", {PROTOCOL: "http/json"}, model="tiny")

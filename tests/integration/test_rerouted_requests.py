@@ -24,7 +24,7 @@ def open_parts(open_parts):
 
 
 def losing(tried, number):
-    """Links, the first `number` of which to be used are lost before the request is sent; `tried` gets their names."""
+    """Links: the first `number` that are used are lost before the request is sent; `tried` gets their names."""
 
     class LosingLink(WorkerLink):
         def submit(self, wanted):

@@ -1,4 +1,4 @@
-"""Which processes have an operator's secrets. Those that handle hostile bytes have none, in no part of their memory."""
+"""Which processes have an operator's secrets. Processes that handle hostile bytes have none in their memory."""
 
 import json
 import os

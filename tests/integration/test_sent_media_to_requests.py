@@ -15,7 +15,6 @@ from intakes import Intake
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
-    ExtractedMedia,
     GatewayConfig,
     MediaEndpoint,
     ScopeMiddleware,
@@ -23,7 +22,7 @@ from medialane.gateway import (
     open_scope,
 )
 from medialane.gateway.http import LEASE_PATH, MEDIA_PATH, error_form, send_error
-from medialane.gateway.intake import extract
+from medialane.gateway.intake import ExtractedMedia, extract
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN

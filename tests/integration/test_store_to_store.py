@@ -14,7 +14,9 @@ from host_store import HostStore
 from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.gateway import ExtractedMedia, GatewayConfig, HandoverConfig, open_scope, request_report
+from medialane.gateway import GatewayConfig, HandoverConfig, open_scope
+from medialane.gateway.intake import ExtractedMedia
+from medialane.gateway.records import request_report
 from medialane.store import StoreGrants
 from medialane.transfer import StillWriting
 from waiting import eventually
@@ -74,7 +76,7 @@ async def other_host(request):
             stack.callback(arena.close)
             store = await stack.enter_async_context(HostStore(arena, None, None, mover=mover))
             yield OtherHost(folder, arena, store, stack)
-            await eventually(lambda: arena.stats().num_leases == 0, "leases end with their requests")
+            await eventually(lambda: arena.stats().num_leases == 0, "pins end with their requests")
         assert arena.stats().num_reservations == 0
     gc.collect()
 

@@ -126,8 +126,8 @@ async def test_source_killed_before_a_pull_fails_it_and_its_successor_is_used(so
     with pytest.raises(TransferFailed, match="cannot be reached"):
         await destination.pull([source.stored.entry])
     successor = Host("127.0.0.1", "1000")
-    (lease,) = await destination.pull([successor.stored.entry])
-    lease.release()
+    (pin,) = await destination.pull([successor.stored.entry])
+    pin.release()
     successor.close()
 
 
@@ -145,8 +145,8 @@ async def test_stopped_source_that_resumes_writes_nothing_to_the_range_that_is_r
         other = await asyncio.to_thread(source.pull, source.stored)  # it runs again; its own entry is at hand
         assert other.sha256 == source.stored.sha256
         assert reused.buffer == canary
-    (lease,) = await destination.pull([source.stored.entry])
-    lease.release()
+    (pin,) = await destination.pull([source.stored.entry])
+    pin.release()
 
 
 @pytest.fixture

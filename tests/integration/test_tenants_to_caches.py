@@ -14,15 +14,8 @@ from gateway_parts import Parts, png, prompt, ref, request
 from prometheus_client import CollectorRegistry
 
 from intakes import Intake
-from medialane.gateway import (
-    AccessKeys,
-    AccessMiddleware,
-    ExtractedMedia,
-    GatewayConfig,
-    ScopeMiddleware,
-    current_scope,
-    open_scope,
-)
+from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, ScopeMiddleware, current_scope, open_scope
+from medialane.gateway.intake import ExtractedMedia
 from medialane.observability import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import ClientDisconnected, MedialaneError, UnknownMediaUuid

@@ -11,8 +11,8 @@ from gateway_parts import Parts
 
 from audio_maker import by_libsndfile, tone, tones
 from decoded_media import decode_audio
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope, wave_bytes, wave_size
-from medialane.gateway.intake import BodyMemory, BudgetCharge, extract_files
+from medialane.gateway import GatewayConfig, open_scope, wave_bytes, wave_size
+from medialane.gateway.intake import BodyMemory, BudgetCharge, ExtractedMedia, extract_files
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import BodyMemoryExhausted, InvalidAudio, InvalidMediaUrl

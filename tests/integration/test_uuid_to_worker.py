@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from gateway_parts import Parts, png
 
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.intake import extract
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway.intake import ExtractedMedia, extract
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.types.errors import InvalidImage, UnknownMediaUuid, UuidConflict
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
-from medialane.types.request import ExpandedPrompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import EMBEDS_TYPE, decode_embeds
 from waiting import eventually
 
@@ -73,7 +73,7 @@ async def test_uuid_without_content_gives_the_output_of_its_content(arena, prepa
         tokens, _ = await ask(parts, image(FIRST, "u"))
         assert (await ask(parts, image(uuid="u")))[0] == tokens
     (first, first_bytes), (second, second_bytes) = seen
-    assert type(first) is type(second) is (ExpandedPrompt if stage == "auto" else SourcePrompt)
+    assert type(first) is type(second) is (ExpandedPrompt if stage == "auto" else UnexpandedPrompt)
     assert first.media[0].mm_hash == second.media[0].mm_hash
     assert first_bytes == second_bytes
 
@@ -195,7 +195,7 @@ async def test_embeddings_are_forwarded_unchanged_in_every_stage(arena, preparer
         await ask(parts, {"type": "image_embeds", "image_embeds": None, "uuid": "e"})
         await ask(parts, embeds(seed=1))
     for prompt, _ in seen:
-        assert (type(prompt), prompt.stage, prompt.media[0].media_type) == (SourcePrompt, "url", EMBEDS_TYPE)
+        assert (type(prompt), prompt.stage, prompt.media[0].media_type) == (UnexpandedPrompt, "url", EMBEDS_TYPE)
     documents = [decode_embeds(datas[0][0]) for _, datas in seen]
     assert documents[0] == documents[1] != documents[2]
     hashes = [prompt.media[0].mm_hash for prompt, _ in seen]
@@ -217,8 +217,8 @@ async def test_embeddings_and_images_are_not_interchangeable(arena, preparers, w
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, embeds(uuid="u"))
         ((_, ((document,),)),) = seen
-        with arena.lookup(content_hash(document), "encoded") as lease:
-            assert lease.value.media_type == EMBEDS_TYPE
+        with arena.lookup(content_hash(document), "encoded") as pin:
+            assert pin.value.media_type == EMBEDS_TYPE
         with pytest.raises(InvalidImage):
             await ask(parts, image(document))
         with pytest.raises(UnknownMediaUuid):

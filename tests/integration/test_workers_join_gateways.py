@@ -16,7 +16,7 @@ from medialane.types.errors import WorkerLost
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.wire import Join, TcpAddress
 from medialane.worker import RpcServer, WorkerConfig
-from medialane.worker.membership import Membership
+from medialane.worker.serve import Membership
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)

@@ -6,7 +6,7 @@ import os
 import sys
 
 from medialane.cli import COMMANDS, main, parse_words, store
-from medialane.cli.flags import given_settings
+from medialane.cli.settings import given_settings
 from medialane.config import load_config
 from medialane.prepare import fork_forkserver
 from medialane.runtime.linux import reserve_title

@@ -1,6 +1,6 @@
 """A tab of a headless Chromium, and a folder for screenshots of what it shows.
 
-The browser and the prepared situation are those of the benchmarks.
+The browser and the prepared situation are the benchmarks'.
 """
 
 import shutil

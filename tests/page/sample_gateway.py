@@ -131,7 +131,7 @@ class SampleGateway:
         self._started = time.time()
         self._next = self._started - (60 if self.scene.rate <= 50 else 4)
 
-    # ---- what there is
+    # ---- what exists
 
     def _advance(self, now: float) -> None:
         if not self.scene.rate:

@@ -22,7 +22,7 @@ import yaml
 import metric_reference
 from medialane import __version__
 from medialane.cli import COMMANDS, parse_words
-from medialane.cli.flags import given_settings
+from medialane.cli.settings import given_settings
 from medialane.config import load_config
 from medialane.wire import RpcConfig, Security, parse_named, parse_tcp
 
@@ -324,7 +324,7 @@ def test_pods_have_the_labels_of_llm_d_and_aibrix(objects):
 
 
 def test_pods_live_until_their_processes_have_drained(objects, tmp_path):
-    """The table of docs/deployment.md, with the hooks that keep a store for those that drain beside it."""
+    """The table of docs/deployment.md, with the hooks that keep a store for pods that drain beside it."""
     found = containers(objects)
 
     def hook(container):

@@ -97,7 +97,7 @@ def test_queries_use_series_that_exist(known):
 
 
 def test_each_series_of_the_gateway_and_its_host_is_on_a_dashboard(known):
-    """But those that are read elsewhere, or only with others."""
+    """Without the ones that are read elsewhere, or only with others."""
     shown = {name for path in DASHBOARDS for panel in panels(path) for name in _OURS.findall(str(panel["targets"]))}
     elsewhere = {
         "medialane_copied_requests_total",

@@ -72,7 +72,7 @@ def test_settings_named_in_a_page_exist(page):
 
 
 def _flags() -> set[str]:
-    """Those of our commands, and vLLM's."""
+    """The flags of our commands, and vLLM's."""
     found = set(flag_table()["flags"]) | {f"--{setting.name}" for setting in settings()}
     for command in COMMANDS.values():
         parser = argparse.ArgumentParser()
@@ -82,7 +82,7 @@ def _flags() -> set[str]:
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    """Its flags, and those of its commands."""
+    """Its flags, and its commands' flags."""
     found = set()
     for action in parser._actions:  # noqa: SLF001 - argparse's only list
         found |= set(action.option_strings)
@@ -95,7 +95,7 @@ def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
     "page", [ROOT / "docs/faq.md", *(ROOT / "docs/guides").glob("*.md")], ids=lambda page: page.name
 )
 def test_flags_named_in_a_guide_exist(page):
-    """But for those of others, in the first column of a comparison, and of vLLM's own benchmark."""
+    """Without flags of other programs, in the first column of a comparison, and of vLLM's own benchmark."""
     theirs, ours = "", re.sub(r"^vllm bench (?:.*\\\n)*.*$", "", page.read_text(), flags=re.MULTILINE)
     if page.name.startswith(("from-", "llm-d", "upgrading")):
         theirs = "\n".join(re.findall(r"^\|(.*?)\|", ours, re.MULTILINE))
@@ -127,7 +127,7 @@ def test_api_page_lists_every_code_with_its_status():
 
 
 def test_api_page_names_every_endpoint_of_ours():
-    """Those of vLLM's app: tests/contract/test_access.py."""
+    """The routes of vLLM's app: tests/contract/test_access.py."""
     nodes = [node for path in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     found = (re.fullmatch(r"(?:[A-Z]+ )?(/medialane/(?:[\w/{}]*[\w}])?)", text) for text in texts)

@@ -1,6 +1,6 @@
 """Commands, settings and data of all pages: bash runs what they say to type, with a recorder instead of the programs,
-and each command is then checked by what would read it. Those of the first ten minutes are also run as they are, by
-tests/e2e/test_e2e_documentation.py.
+and each command is then checked by what would read it. The commands of the first ten minutes are also run as they
+are, by tests/e2e/test_e2e_documentation.py.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Shared memory for media: one file per host, allocated only by its owner and mapped by other processes.
 
-The owner (the store) creates an `Arena`, reserves ranges, publishes the entries written there and hands out leases;
+The owner (the store) creates an `Arena`, reserves ranges, publishes the entries written there and hands out pins;
 other processes open an `ArenaView` and resolve ranges and descriptors to memoryviews without a copy; a `FillWriter`
 writes the payload of a range. `reap` removes files of dead owners.
 """
@@ -8,6 +8,7 @@ writes the payload of a range. `reap` removes files of dead owners.
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import HoldLog
+from medialane.arena.handles import Cached, Pin, Reservation, Unfinished
 from medialane.arena.index import header_bytes
 from medialane.arena.layout import (
     ENTRY_HEADER_BYTES,
@@ -18,7 +19,6 @@ from medialane.arena.layout import (
     is_valid,
     layout,
 )
-from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
 from medialane.arena.locks import ClientSlot, FillWriter, new_slot
 from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, kept_arenas, reap
@@ -35,9 +35,9 @@ __all__ = [
     "ClientSlot",
     "FillWriter",
     "HoldLog",
-    "Lease",
     "Lineage",
     "NamesArea",
+    "Pin",
     "Reaped",
     "Reservation",
     "Unfinished",

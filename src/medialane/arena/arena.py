@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar, cast, overload
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import Entry, EntryTable, HoldLog, State
 from medialane.arena.file import ArenaFile
+from medialane.arena.handles import Cached, Pin, Reservation, Unfinished
 from medialane.arena.index import RECORD_BYTES, AdoptedEntries, Indexed, encode_record, read_entries
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
-from medialane.arena.lease import Cached, Lease, Reservation, Unfinished
 from medialane.arena.locks import ClientSlot, new_slot
 from medialane.types.errors import MediaTooLarge
 from medialane.types.feature import EntryKind, Feature
@@ -136,7 +136,7 @@ class Arena:
         self._table.may_reserve = True
 
     def end_takeover(self) -> None:
-        """Evict entries from now on: all that is held is leased."""
+        """Evict entries from now on: all that is held is pinned."""
         self._table.may_evict = self._table.may_reserve = True
         self._table.free_unclaimed()
 
@@ -148,11 +148,11 @@ class Arena:
         """Remove the file: no other owner is to take it over. Mappings stay valid."""
         self._file.path.unlink(missing_ok=True)
 
-    def claim(self, range: ArenaRange) -> Lease[Cached | None] | None:  # noqa: A002 - the types' own name
-        """Lease the entry at this range, held or not. None if there is none. The caller owns the lease, which has a
+    def claim(self, range: ArenaRange) -> Pin[Cached | None] | None:  # noqa: A002 - the types' own name
+        """Pin the entry at this range, held or not. None if there is none. The caller owns the pin, which has a
         value if the entry is cached."""
         pinned = self._table.pin_range(range)
-        return None if pinned is None else Lease(self._table, *pinned)
+        return None if pinned is None else Pin(self._table, *pinned)
 
     def reserve(
         self,
@@ -183,12 +183,12 @@ class Arena:
         stamp(self._file.view.words, entry.range)
         return self._reservation(entry)
 
-    def publish(self, reservation: Reservation, key: str, value: C) -> Lease[C]:
-        """Cache the written entry under `key` and the reservation's kind, and lease it.
+    def publish(self, reservation: Reservation, key: str, value: C) -> Pin[C]:
+        """Cache the written entry under `key` and the reservation's kind, and pin it.
 
         Raises TypeError unless `value` is `EncodedMedia` for an encoded entry, `Feature` for others, which has an
-        embedding for an embedded one. If the key exists, the new range is freed and the lease is on the existing entry,
-        with its value. Features whose embedding is cached are evicted first (`demote`). The caller owns the lease.
+        embedding for an embedded one. If the key exists, the new range is freed and the pin is on the existing entry,
+        with its value. Features whose embedding is cached are evicted first (`demote`). The caller owns the pin.
         Raises RuntimeError if the reservation has ended.
         """
         self._check_open()
@@ -199,7 +199,7 @@ class Arena:
         entry, found = self._table.publish(reservation.take(), key, value)
         if isinstance(value, Feature) and value.embedding is not None:
             self._table.demote(value.mm_hash)
-        return Lease(self._table, entry, cast("C", found))
+        return Pin(self._table, entry, cast("C", found))
 
     def is_completed(self, reservation: Reservation) -> bool:
         """Return whether another process has written the range (`FillWriter`): then it writes nothing more."""
@@ -215,42 +215,42 @@ class Arena:
         reservation.abandon()
         return True
 
-    def keep(self, reservation: Reservation, value: T) -> Lease[T]:
-        """Lease the written entry without caching it: it is freed when its last lease ends."""
+    def keep(self, reservation: Reservation, value: T) -> Pin[T]:
+        """Pin the written entry without caching it: it is freed when its last pin ends."""
         self._check_open()
         entry = reservation.take()
         self._enter(entry, State.PUBLISHED)
         self._table.keep(entry)
-        return Lease(self._table, entry, value)
+        return Pin(self._table, entry, value)
 
     @overload
     def lookup(
         self, key: str, kind: Literal["decoded", "processed", "embedded"] = "processed"
-    ) -> Lease[Feature] | None: ...
+    ) -> Pin[Feature] | None: ...
     @overload
-    def lookup(self, key: str, kind: Literal["encoded"]) -> Lease[EncodedMedia] | None: ...
-    def lookup(self, key: str, kind: EntryKind = "processed") -> Lease[Any] | None:
-        """Lease the entry of `key` and `kind`, if it exists. The caller owns the lease."""
+    def lookup(self, key: str, kind: Literal["encoded"]) -> Pin[EncodedMedia] | None: ...
+    def lookup(self, key: str, kind: EntryKind = "processed") -> Pin[Any] | None:
+        """Pin the entry of `key` and `kind`, if it exists. The caller owns the pin."""
         found = self._table.lookup(key, kind)
-        return None if found is None else Lease(self._table, *found)
+        return None if found is None else Pin(self._table, *found)
 
-    def share(self, range: ArenaRange) -> Lease[Cached | None] | None:  # noqa: A002 - as above
-        """As `claim`, for an entry that is leased already; None if it is not."""
+    def share(self, range: ArenaRange) -> Pin[Cached | None] | None:  # noqa: A002 - as above
+        """As `claim`, for an entry that is pinned already; None if it is not."""
         pinned = self._table.pin_held(range)
-        return None if pinned is None else Lease(self._table, *pinned)
+        return None if pinned is None else Pin(self._table, *pinned)
 
     def key_of(self, range: ArenaRange) -> tuple[EntryKind, str] | None:  # noqa: A002 - as above
-        """Return the kind and key of a cached entry that is leased; None if there is none at `range`."""
+        """Return the kind and key of a cached entry that is pinned; None if there is none at `range`."""
         entry = self._table.held(range)
         return None if entry is None or entry.key is None else (entry.kind, entry.key)
 
     def record_holds(self) -> HoldLog:
-        """Record from now on who takes leases and reservations, and return the record."""
+        """Record from now on who takes pins and reservations, and return the record."""
         self._table.log = HoldLog()
         return self._table.log
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the file, or with `keep` leave it for the next owner. Idempotent. Leases and reservations may still
+        """Remove the file, or with `keep` leave it for the next owner. Idempotent. Pins and reservations may still
         end, but none can be created.
 
         Mappings in other processes stay valid.

@@ -30,7 +30,7 @@ from medialane.arena.allocator import Allocator, Span, choose_span
 from medialane.runtime.tasks import TAKER, call_site
 from medialane.types.errors import ArenaFull
 from medialane.types.feature import EntryKind
-from medialane.types.retry_after import Places
+from medialane.types.retry_after import Permits
 from medialane.types.stats import ArenaStats, HoldRecord
 from medialane.types.tensor import ArenaRange, align
 
@@ -105,16 +105,16 @@ class EntryTable(Generic[V]):
         self._uses = count(1)
         self._demotions = count(-1, -1)  # before all uses
         self._held: dict[int, Entry] = {}
-        self._places = Places()  # of pinned entries
+        self._permits = Permits()  # of pinned entries
         self._by_key: dict[tuple[EntryKind, str], tuple[Entry, V]] = {}
         #: By offset, least recently used first.
         self._idle: dict[EntryKind, OrderedDict[int, Entry]] = {kind: OrderedDict() for kind in KINDS}
         self._kind_bytes = dict.fromkeys(KINDS, 0)
         self._max_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
         self._writing_bytes = self._pinned_bytes = 0
-        self._num_reservations = self._num_leases = 0
+        self._num_reservations = self._num_pins = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
-        #: Set to record who takes leases and reservations.
+        #: Set to record who takes pins and reservations.
         self.log: HoldLog | None = None
 
     @property
@@ -131,14 +131,14 @@ class EntryTable(Generic[V]):
         Raises ArenaFull if held entries leave no space, or are as many as there may be; nothing was evicted then.
         """
         if not self.may_reserve:
-            raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
+            raise ArenaFull(_NOT_FREE, retry_after_s=self._permits.retry_after_s)
         size = align(nbytes) + align(more_bytes)
         offset = self._allocator.allocate(size)
         if offset is None:
             offset = self._evict_for(size, kind)
         elif self._num_entries >= self._max_entries and not self._evict_oldest():
             self._allocator.free(offset)
-            raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
+            raise ArenaFull(_NOT_FREE, retry_after_s=self._permits.retry_after_s)
         range_ = ArenaRange(self._arena, self._start + offset, nbytes, next(self._generations))
         entry = Entry(range_, size, kind)
         self._hold_writing(entry)
@@ -257,23 +257,23 @@ class EntryTable(Generic[V]):
             raise RuntimeError(f"entry {entry.range} is {entry.state.name.lower()}")
         if entry.pins == 0:
             self._held[entry.range.generation] = entry
-            self._places.take(entry.range.generation)
+            self._permits.take(entry.range.generation)
             self._pinned_bytes += entry.size
             self._idle[entry.kind].pop(self._offset(entry), None)
             self._unclaimed.pop(entry.range.generation, None)
         entry.pins += 1
-        self._num_leases += 1
+        self._num_pins += 1
 
     def unpin(self, entry: Entry) -> None:
         """End one pin. Raises RuntimeError if there is none."""
         if entry.pins == 0:
             raise RuntimeError(f"entry {entry.range} is not pinned")
         entry.pins -= 1
-        self._num_leases -= 1
+        self._num_pins -= 1
         if entry.pins:
             return
         del self._held[entry.range.generation]
-        self._places.free(entry.range.generation)
+        self._permits.free(entry.range.generation)
         self._pinned_bytes -= entry.size
         if entry.key is None:
             self._free(entry)
@@ -320,7 +320,7 @@ class EntryTable(Generic[V]):
             embedded_bytes=self._kind_bytes["embedded"],
             num_reservations=self._num_reservations,
             num_entries=self._num_entries - self._num_reservations,
-            num_leases=self._num_leases,
+            num_leases=self._num_pins,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_evictions=self._num_evictions,
@@ -345,7 +345,7 @@ class EntryTable(Generic[V]):
         if self.may_evict:
             span = self._choose(need, self._over_share(kind, need), _MAX_SEEDS) or self._choose(need, KINDS, None)
         if span is None:
-            raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
+            raise ArenaFull(_NOT_FREE, retry_after_s=self._permits.retry_after_s)
         for offset in span.offsets:
             self._evict(next(self._idle[k][offset] for k in KINDS if offset in self._idle[k]))
         found = self._allocator.allocate(nbytes)
@@ -411,7 +411,7 @@ class EntryTable(Generic[V]):
 
 
 class HoldLog:
-    """One per arena, for leases and reservations from their construction to their end."""
+    """One per arena, for pins and reservations from their construction to their end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

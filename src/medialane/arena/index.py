@@ -1,21 +1,21 @@
 """The index of an arena's entries in its file, from which the next owner rebuilds the table.
 
-It follows the entries in the file; only owners map it. Slots of 64 bytes, one for each entry:
+It follows the entries in the file; only owners map it. Rows of 64 bytes, one for each entry:
 
     +0   u64 generation    0: free. Written last, and erased first: it makes the rest valid
     +8   u64 offset, nbytes   as in the entry's range
     +24  u64 size          bytes that are allocated for the entry: the range, and behind it the record
     +32  u64 state         and kind
-    +40  u64 writer        slot of the client that writes the range (`slots`)
+    +40  u64 writer        slot of the client that writes the range (`locks`)
     +48  u64 nbytes of the record
     +56  u32 checksum of the record, u32 checksum of all of this and of the arena's id
 
-A slot is never changed, but replaced: the new one is valid before the old one is erased. So wherever an owner is
-killed, each entry has a valid slot, or two: then the later state counts. A slot that is there and has a wrong
+A row is never changed, but replaced: the new one is valid before the old one is erased. So wherever an owner is
+killed, each entry has a valid row, or two: then the later state counts. A row that is there and has a wrong
 checksum was damaged: then nothing in the file can be trusted, since the range of an entry that is missing would be
 reused.
 
-The first slot has words of the whole arena: no generation above its *ceiling* was ever used, so that none is used
+The first row has words of the whole arena: no generation above its *ceiling* was ever used, so that none is used
 twice; the first `usable` bytes of the file have been allocated by the kernel. Both contain a checksum.
 
 What an earlier owner has left is checked entry by entry (`read_entries`). A *record* describes what is cached: the key
@@ -33,22 +33,22 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.arena.entries import KINDS, Entry, State
+from medialane.arena.handles import Cached
 from medialane.arena.layout import ENTRY_HEADER_BYTES, GENERATION_WORD, PAGE_BYTES, is_valid, is_well_formed
-from medialane.arena.lease import Cached
 from medialane.arena.view import ArenaView
 from medialane.types.feature import EntryKind, Feature
 from medialane.types.media import EncodedMedia
 from medialane.types.tensor import ALIGNMENT, ArenaRange, TensorSpec, align
 
-#: An arena has as many slots as entries of this size, up to a limit, and no more entries than slots: however small an
+#: An arena has as many rows as entries of this size, up to a limit, and no more entries than rows: however small an
 #: entry is, it takes 1 KB of the owner's memory, and the next owner 15 to 30 us (2-core machine, noisy).
-BYTES_PER_SLOT = 16 << 10
+BYTES_PER_ROW = 16 << 10
 
-MAX_SLOTS = 1 << 18
+MAX_ROWS = 1 << 18
 
-SLOT_BYTES = 64
+ROW_BYTES = 64
 
-_WORDS = SLOT_BYTES // 8
+_WORDS = ROW_BYTES // 8
 
 _CHECKED = struct.Struct(f"={_WORDS}Q")
 
@@ -86,7 +86,7 @@ class Indexed(NamedTuple):
 
 def index_bytes(size_bytes: int) -> int:
     """Return the size of the index of an arena of this size, whole pages."""
-    num_bytes = min(1 + size_bytes // BYTES_PER_SLOT, MAX_SLOTS) * SLOT_BYTES
+    num_bytes = min(1 + size_bytes // BYTES_PER_ROW, MAX_ROWS) * ROW_BYTES
     return num_bytes + -num_bytes % PAGE_BYTES
 
 
@@ -97,13 +97,13 @@ class Index:
         self._words = words
         self._arena = arena
         self._seed = zlib.crc32(bytes.fromhex(arena))
-        self._slots: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
         self._free: list[int] = []
-        self._num_used = 1  # slots from here on were never used
-        self._num_slots = words.nbytes // SLOT_BYTES
+        self._num_used = 1  # rows from here on were never used
+        self._num_rows = words.nbytes // ROW_BYTES
         self._ceiling = 0
-        #: The first slot is none of an entry, and another one must be free while an entry is replaced.
-        self.max_entries = self._num_slots - 2
+        #: The first row belongs to no entry, and another one must be free while an entry is replaced.
+        self.max_entries = self._num_rows - 2
 
     def use_generation(self, generation: int) -> None:
         """Call it before an entry of this generation is stamped."""
@@ -117,17 +117,17 @@ class Index:
     def put(self, entry: Indexed) -> None:
         """Enter an entry, in place of what was entered of it before; of others there are fewer than `max_entries`."""
         generation = entry.range.generation
-        slot, earlier = self._free_slot(), self._slots.get(generation)
-        _BEHIND_GENERATION.pack_into(self._words, slot * SLOT_BYTES + 8, *self._encode(entry))
-        self._words[slot * _WORDS] = generation
-        self._slots[generation] = slot
+        row, earlier = self._free_row(), self._rows.get(generation)
+        _BEHIND_GENERATION.pack_into(self._words, row * ROW_BYTES + 8, *self._encode(entry))
+        self._words[row * _WORDS] = generation
+        self._rows[generation] = row
         if earlier is not None:
             self._erase(earlier)
 
     def remove(self, generation: int) -> None:
         """Before the bytes of the entry are reused. No effect if it is not entered."""
-        if (slot := self._slots.pop(generation, None)) is not None:
-            self._erase(slot)
+        if (row := self._rows.pop(generation, None)) is not None:
+            self._erase(row)
 
     def load(self) -> tuple[int, int, list[Indexed]]:
         """Return the ceiling of generations, the usable bytes, and all entries, sorted by offset, of an earlier owner.
@@ -138,42 +138,42 @@ class Index:
         usable = self._read(_USABLE) * PAGE_BYTES
         entries: dict[int, tuple[int, Indexed]] = {}
         used = set()
-        for slot in self._nonzero():
-            entry = self._decode(slot)
-            used.add(slot)
+        for row in self._nonzero():
+            entry = self._decode(row)
+            used.add(row)
             other = entries.get(entry.range.generation)
             if other is not None and (other[1].range.offset, other[1].kind) != (entry.range.offset, entry.kind):
                 raise ValueError("two entries have one generation")
             if other is None or _is_later(entry, other[1]):
-                entries[entry.range.generation] = slot, entry
-        self._slots = {generation: slot for generation, (slot, _) in entries.items()}
+                entries[entry.range.generation] = row, entry
+        self._rows = {generation: row for generation, (row, _) in entries.items()}
         self._num_used = max(used, default=0) + 1
-        kept = set(self._slots.values())
-        for slot in range(1, self._num_used):
-            if slot not in kept:
-                self._erase(slot)
+        kept = set(self._rows.values())
+        for row in range(1, self._num_used):
+            if row not in kept:
+                self._erase(row)
         return self._ceiling, usable, sorted((entry for _, entry in entries.values()), key=lambda e: e.range.offset)
 
     def close(self) -> None:
         self._words.release()
 
     def _nonzero(self) -> Iterator[int]:
-        """Yield the slots in use. Unused pages of the file read as zero."""
-        for slot, generation in enumerate(self._words[::_WORDS].tolist()):
-            if slot and generation:
-                yield slot
+        """Yield the rows in use. Unused pages of the file read as zero."""
+        for row, generation in enumerate(self._words[::_WORDS].tolist()):
+            if row and generation:
+                yield row
 
-    def _free_slot(self) -> int:
+    def _free_row(self) -> int:
         if self._free:
             return self._free.pop()
-        if self._num_used == self._num_slots:
-            raise RuntimeError("more entries than the index has slots")
+        if self._num_used == self._num_rows:
+            raise RuntimeError("more entries than the index has rows")
         self._num_used += 1
         return self._num_used - 1
 
-    def _erase(self, slot: int) -> None:
-        self._words[slot * _WORDS] = 0
-        self._free.append(slot)
+    def _erase(self, row: int) -> None:
+        self._words[row * _WORDS] = 0
+        self._free.append(row)
 
     def _encode(self, entry: Indexed) -> list[int]:
         """Return the words behind the generation."""
@@ -183,13 +183,13 @@ class Index:
         checksum = self._checksum(range_.generation, words, entry.record_checksum)
         return [*words, entry.record_checksum << 32 | checksum]
 
-    def _decode(self, slot: int) -> Indexed:
-        generation, *words, checksums = self._words[slot * _WORDS : (slot + 1) * _WORDS]
+    def _decode(self, row: int) -> Indexed:
+        generation, *words, checksums = self._words[row * _WORDS : (row + 1) * _WORDS]
         offset, nbytes, size, what, writer, record_bytes = words
         if checksums & 0xFFFF_FFFF != self._checksum(generation, words, checksums >> 32):
-            raise ValueError("a slot of its index is damaged")
+            raise ValueError("a row of its index is damaged")
         if not 0 < generation <= self._ceiling or what >> 8 >= len(KINDS) or not what & 0xFF:
-            raise ValueError("a slot of its index is impossible")
+            raise ValueError("a row of its index is impossible")
         range_ = ArenaRange(self._arena, offset, nbytes, generation)
         return Indexed(range_, size, KINDS[what >> 8], State(what & 0xFF), writer, record_bytes, checksums >> 32)
 
@@ -202,12 +202,12 @@ class Index:
     def _read(self, position: int) -> int:
         word = self._words[position]
         if word and word != self._checked(position, word >> 32):
-            raise ValueError("the first slot of its index is damaged")
+            raise ValueError("the first row of its index is damaged")
         return int(word >> 32)
 
 
 def _is_later(entry: Indexed, other: Indexed) -> bool:
-    """Return which of two slots of one entry counts, between which an owner was killed: the one with the higher state,
+    """Return which of two rows of one entry counts, between which an owner was killed: the one with the higher state,
     and of two that are being written the one that was trimmed."""
     return (entry.state, -entry.range.nbytes) > (other.state, -other.range.nbytes)
 

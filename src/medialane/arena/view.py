@@ -22,7 +22,7 @@ class ArenaView:
     """One mapping of an arena; created by `ArenaView.open`.
 
     Memoryviews of entries stay readable after `close` and after the owner has exited, but their content is undefined
-    once the lease under which they were obtained has ended.
+    once the pin under which they were obtained has ended.
     """
 
     def __init__(self, header: FileHeader, mapping: mmap.mmap, *, writable: bool) -> None:

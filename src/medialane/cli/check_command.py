@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from medialane.cli.doctor import model_findings, show_findings
-from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
+from medialane.cli.settings import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag

@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 
 from medialane.cli.check_command import EXIT_INTERRUPTED, check_launch, launch_settings, logs_folder, until_signal
-from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
+from medialane.cli.settings import add_settings, given_settings
 from medialane.cluster.preflight import check_start
 from medialane.config import load_config, process_environ
 from medialane.runtime.host import machine

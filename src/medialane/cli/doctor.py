@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.arena import kept_arenas
-from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.settings import add_settings, given_settings
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
 from medialane.cluster.preflight import check_flags, check_model
 from medialane.config import Config, load_config, process_environ

@@ -20,17 +20,17 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
-from medialane.cli.reloading import RELOAD, Reloading, reloaded_by_hangup
 from medialane.cli.serving import EssentialTasks, http_listener, tune_process, unless_set
+from medialane.cli.settings import RELOAD, Reloading, reloaded_by_hangup
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import process_environ
 from medialane.gateway import (
     SCRAPE_TIMEOUT_S,
     AccessKeys,
     AccessMiddleware,
+    AppBackend,
     BoundedServer,
     Encoders,
-    Gateway,
     GatewayConfig,
     GatewayMetrics,
     Health,
@@ -48,7 +48,7 @@ from medialane.gateway import (
     ScrapeMiddleware,
     SharedCounts,
     ShmTransport,
-    StoreFeatures,
+    StoreItems,
     Transports,
     WorkerControl,
     WorkerLink,
@@ -59,7 +59,7 @@ from medialane.gateway import (
     no_others,
 )
 from medialane.gateway.intake import warm_up
-from medialane.gateway.workers.join_server import JoinServer
+from medialane.gateway.workers.pool import JoinServer
 from medialane.observability.collectors import (
     Memory,
     exit_metrics,
@@ -70,7 +70,6 @@ from medialane.observability.collectors import (
     wait_metrics,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.tracing import Tracing
 from medialane.observability.worker_metrics import engine_metrics
 from medialane.routing import Router
 from medialane.routing.cost import EncodeCosts
@@ -214,8 +213,8 @@ class _Gateway:
         self._recorder = recorder
         self._workers = self._worker_pool()
         self._tracing = _tracing(frontend, vllm_args, stack)
-        gateway = self._gateway()
-        stack.callback(gateway.close)
+        backend = self._backend()
+        stack.callback(backend.close)
         await stack.enter_async_context(self.tasks)
         if self._keys.tenants is not None:
             self.tasks.start(self._keys.tenants.watch(), "reading --keys")
@@ -230,7 +229,7 @@ class _Gateway:
             model_tasks = (await self._workers.first_card()).tasks
         enter_phase("preparing the HTTP server")
         # Before workers are connected: it may take longer than they wait for a heartbeat.
-        app = await self._app(gateway, model_tasks)
+        app = await self._app(backend, model_tasks)
         if not frontend.is_pooling:
             await self._connect_to_workers()
         return app
@@ -334,11 +333,11 @@ class _Gateway:
         store.watch(lambda _: pool.arena_changed())
         return pool
 
-    def _gateway(self) -> Gateway:
+    def _backend(self) -> AppBackend:
         """Return what answers requests."""
         config, router, store = self._config, self._router, self._store
         retention_s = config.store.hold_retention_s
-        features = StoreFeatures(
+        store_items = StoreItems(
             store,
             processor_digest=digest(self._frontend.processor_settings),
             fairness=self._fairness,
@@ -351,12 +350,12 @@ class _Gateway:
         plain = None
         if self._settings.render_only and (profile := self._frontend.profile) is not None:
             plain = PlainHashes(
-                VllmMediaHasher(profile.processor), features, fairness=self._fairness, media=config.media
+                VllmMediaHasher(profile.processor), store_items, fairness=self._fairness, media=config.media
             )
-        return Gateway(
+        return AppBackend(
             config=self._settings,
             transports=Transports([shm, pull, inline], config.handover.transport),
-            features=features,
+            store_items=store_items,
             assembler=self._frontend.assembler,
             workers=self._workers,
             router=router,
@@ -375,10 +374,10 @@ class _Gateway:
             ),
         )
 
-    async def _app(self, gateway: Gateway, model_tasks: tuple[str, ...] | None) -> Any:
-        """Build vLLM's app around the gateway, and register the metrics of all components."""
+    async def _app(self, backend: AppBackend, model_tasks: tuple[str, ...] | None) -> Any:
+        """Build vLLM's app around the backend, and register the metrics of all components."""
         config, metrics, links, addresses = self._config, self._metrics, self._workers, self._addresses
-        self._watch(gateway)
+        self._watch(backend)
         scrape = WorkerScrape(links)
         metrics.watch(lambda: engine_metrics(scrape.mirrors()), of_host=True)
         memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
@@ -419,13 +418,13 @@ class _Gateway:
             "POST /medialane/reload": reload,
         }
         if config.media.allow_rdma:
-            actions["POST /medialane/publish"] = gateway.publish_images
+            actions["POST /medialane/publish"] = backend.publish_images
         media = MediaEndpoint(
             self._store,
             self._settings,
             self._fairness,
-            admit=gateway.admit,
-            num_tokens=gateway.num_image_tokens,
+            admit=backend.admit,
+            num_tokens=backend.num_image_tokens,
         )
         operators = OperatorEndpoints(
             addresses.gateway_index,
@@ -444,7 +443,7 @@ class _Gateway:
             if group is not None:
                 group.answers.update(operators.answers)
         app = await self._frontend.app(
-            gateway,
+            backend,
             outer=Middleware(
                 ScopeMiddleware,
                 logs_requests=config.logging.access,
@@ -464,7 +463,7 @@ class _Gateway:
                     media=config.media,
                     config=self._settings,
                     fairness=self._fairness,
-                    queues=gateway.queues,
+                    queues=backend.queues,
                     keeps_bodies=self._recorder is not None,
                 ),
             ],
@@ -483,26 +482,26 @@ class _Gateway:
         self._siblings = group
         return app
 
-    def _watch(self, gateway: Gateway) -> None:
-        """Register the metrics of what the gateway has, read on each scrape."""
+    def _watch(self, backend: AppBackend) -> None:
+        """Register the metrics of what the backend has, read on each scrape."""
         metrics = self._metrics
         metrics.watch(lambda: store_metrics(None if (now := self._store.status) is None else now.stats), of_host=True)
         metrics.watch(lambda: exit_metrics(exits_of_host()), of_host=True)
         metrics.watch_workers(self._workers.endpoints)
-        metrics.watch(lambda: routing_metrics(gateway.routes.stats()))
+        metrics.watch(lambda: routing_metrics(backend.routes.stats()))
         metrics.watch(lambda: prediction_metrics(self._frontend.assembler.predicted))
-        if (queues := gateway.queues) is not None:
+        if (queues := backend.queues) is not None:
             metrics.watch(lambda: queue_metrics(queues.stats()))
-        metrics.watch(lambda: wait_metrics(gateway.waits()))
+        metrics.watch(lambda: wait_metrics(backend.waits()))
 
 
 def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:
     """Return what traces requests, if vLLM's flag has an endpoint for that. Raises StartupFailed."""
     if (endpoint := flag_value(vllm_args, TRACES_ENDPOINT)) is None:
         return None
-    tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
+    tracing = RequestTracing(endpoint, process_environ(), model=frontend.model_name)
     stack.push_async_callback(tracing.close)
-    return RequestTracing(tracing, frontend.model_name)
+    return tracing
 
 
 def _counts(addresses: GatewayAddresses) -> SharedCounts:

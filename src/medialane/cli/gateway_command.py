@@ -7,9 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medialane.cli.flags import PROTECTION, add_settings
-from medialane.cli.reloading import Reloading, add_source
 from medialane.cli.serving import enter_role
+from medialane.cli.settings import PROTECTION, Reloading, add_settings, add_source
 from medialane.cluster.local import check_join_listen
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import AccessKeys, client_keys

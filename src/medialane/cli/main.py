@@ -69,7 +69,7 @@ COMMANDS = {
     "certs": Command("certs", "make the TLS certificates of several hosts"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
     "workers": Command("workers", "list and drain the workers of running gateways"),
-    "reload": Command("reloading", "have running gateways read keys, certificates and log level again"),
+    "reload": Command("settings", "have running gateways read keys, certificates and log level again"),
     "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }
 

@@ -15,9 +15,8 @@ import msgspec
 import uvicorn
 import uvloop
 
-from medialane.cli.flags import add_settings
-from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
 from medialane.cli.serving import EssentialTasks, http_listener, tune_process
+from medialane.cli.settings import Reloading, add_settings, add_source, reloaded_by_hangup
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import (

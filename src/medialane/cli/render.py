@@ -8,8 +8,7 @@ from typing import get_args
 import msgspec
 
 from medialane.cli import serve
-from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.reloading import Reloading
+from medialane.cli.settings import Reloading, add_settings, given_settings
 from medialane.cluster import local
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, SectionName

@@ -19,14 +19,20 @@ from typing import get_args
 import msgspec
 
 from medialane.arena import reap
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
-from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup
+from medialane.cli.settings import (
+    PROTECTION,
+    Reloading,
+    add_settings,
+    given_settings,
+    hangup_means_reload,
+    reloaded_by_hangup,
+)
 from medialane.cluster import Observer, Supervisor, local, model_groups
+from medialane.cluster.child_process import LogFolder
 from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import VISIBLE, find_hardware
-from medialane.cluster.process_log import LogFolder
 from medialane.cluster.ray import (
     Nodes,
     RemoteSpec,
@@ -122,7 +128,7 @@ def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
     groups = _groups(args, tables)
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
-    if len(groups) == 1:  # needs no router
+    if len(groups) == 1:  # needs no name router
         (group,), groups = groups, []
         config, args.model, args.vllm_args = group.config, group.model, list(group.vllm_args)
         if group.gpus:

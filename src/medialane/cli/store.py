@@ -21,9 +21,8 @@ import uvloop
 
 from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
-from medialane.cli.flags import PROTECTION, add_settings
-from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
 from medialane.cli.serving import enter_role, tune_process, unless_set
+from medialane.cli.settings import PROTECTION, Reloading, add_settings, add_source, reloaded_by_hangup
 from medialane.cluster.child_process import NOT_NEEDED
 from medialane.cluster.model_hub import fetch_files, repositories
 from medialane.cluster.placement import installed_version

@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medialane.cluster.child_process import NOT_NEEDED
-from medialane.cluster.warm import receive_fork, receive_start
+from medialane.cluster.child_process import NOT_NEEDED, receive_fork, receive_start
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.observability.logging import configure
 from medialane.prepare import fork_forkserver

@@ -17,9 +17,8 @@ from typing import NoReturn, get_args
 
 import uvloop
 
-from medialane.cli.flags import PROTECTION, add_settings
-from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
 from medialane.cli.serving import enter_role
+from medialane.cli.settings import PROTECTION, Reloading, add_settings, add_source, reloaded_by_hangup
 from medialane.cluster.child_process import INTERPRETER, ChildProcess
 from medialane.cluster.local import check_join, check_metrics_ports
 from medialane.cluster.vllm_flags import ranks_per_worker

@@ -18,8 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.config import ServerConfig, load_config
-from medialane.gateway import admin_key
-from medialane.gateway.administration import WorkerInfo
+from medialane.gateway import WorkerInfo, admin_key
 from medialane.tools.http_failure import describe_failure
 from medialane.types.errors import StartupFailed
 
@@ -276,7 +275,7 @@ async def gateway_at(
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error response; empty if it is none of ours."""
+    """Return the message of an error response; empty if it is not one of ours."""
     try:
         document: Any = msgspec.json.decode(body)
         return str(document["error"]["message"])

@@ -7,9 +7,13 @@ from medialane.cluster.child_process import (
     NOT_NEEDED,
     ChildProcess,
     ForkedChild,
+    ForkRequest,
     HttpAnswers,
+    NotForked,
+    ProcessLog,
     ProcessSpec,
     SocketExists,
+    WarmProcess,
     spawn_leader,
 )
 from medialane.cluster.local import check_join, check_join_listen
@@ -24,7 +28,6 @@ from medialane.cluster.placement import (
     usable_cores,
 )
 from medialane.cluster.preflight import check_flags, check_model, check_start
-from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.supervisor import Observer, Restarts, Supervisor
 from medialane.cluster.vllm_flags import (
     SECRET_FLAGS,
@@ -39,7 +42,6 @@ from medialane.cluster.vllm_flags import (
     warm_flags,
     with_config_file,
 )
-from medialane.cluster.warm import ForkRequest, NotForked, WarmProcess
 
 __all__ = [
     "INTERPRETER",

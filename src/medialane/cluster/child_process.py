@@ -1,5 +1,6 @@
-"""Child processes: what is to run, and when it is ready (`ProcessSpec`), and one run of it (`ChildProcess`): a child
-that leads its own session, so that all of its descendants can be killed.
+"""Child processes: what is to run, and when it is ready (`ProcessSpec`); one run of it (`ChildProcess`): a child
+that leads its own session, so that all of its descendants can be killed; the warm process, of which it may be a fork
+(`WarmProcess`), and its log (`ProcessLog`).
 
 The process may have children (a worker has vLLM's EngineCore, which has more). They stay in its process group. When the
 group's leader exits, for whatever reason, the whole group is killed before the exit is reported: a restarted worker
@@ -16,10 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,13 +32,18 @@ from pathlib import Path
 from typing import Protocol
 
 import aiohttp
+import msgspec
 
 from medialane.cluster.orphan_reaper import CLEANUP_S, kill_members, members, send
-from medialane.cluster.warm import WarmProcess
+from medialane.config import changed_imports
+from medialane.observability.logging import REPORTED_ERROR, as_text, is_json
 from medialane.runtime.heartbeat import TICK_S, HangWatch, HeartbeatPipe
 from medialane.runtime.linux import dies_with_this_process
-from medialane.runtime.resources import OomKills
+from medialane.runtime.private_files import OwnedFolder, try_lock, write_private
+from medialane.runtime.resources import LACK_OF_MEMORY, OomKills
 from medialane.runtime.stop import PidfdProcess
+from medialane.types.errors import StartupFailed
+from medialane.wire import child_channel
 
 _POLL_S = 0.02
 #: Within which a process that is ready answers a check.
@@ -46,6 +56,26 @@ _GROUP_END_S = 10.0
 NOT_NEEDED = 69
 #: Begins the command lines of our processes. -P: nothing is imported from the working directory.
 INTERPRETER = (sys.executable, "-P", "-m", "medialane")
+
+_MAX_READ_BYTES = 1 << 18
+_NUM_TAIL_LINES = 200
+_MAX_LINE_CHARACTERS = 2000
+#: As JSON, in which a line is one object with a message and a traceback, each of at most 8000 characters.
+_MAX_JSON_CHARACTERS = 1 << 16
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception|Exit)): (\S.*)")
+#: vLLM's front end reports that its engine failed, after the engine has logged the cause.
+_SECONDARY_ERRORS = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
+#: Folders of failed runs that are kept; older ones are removed when the next run starts.
+NUM_KEPT = 5
+_PREFIX = "medialane-logs-"
+_LOCK = ".lock"
+_SHOWN_LINES = 15
+#: Below the kernel's send buffer (`child_channel.send`).
+_MAX_FORK_BYTES = 200_000
+#: Output, and `ProcessSpec.pass_fds`.
+_MAX_DESCRIPTORS = 7
+_MAX_PID_BYTES = 20
 
 
 class ReadyCheck(Protocol):
@@ -303,3 +333,206 @@ def spawn_leader(
         start_new_session=True,
         preexec_fn=dies_with_this_process(signal.SIGTERM),
     )
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """Fork a process for `medialane COMMAND ...`. The first descriptor of the message becomes its output."""
+
+    command: str
+
+
+class ForkStart(msgspec.Struct, frozen=True):
+    """What a fork becomes: `medialane ARGV...` with the whole environment `environ`; the descriptors after the first
+    get the numbers `pass_fds`. Only the fork receives it: its secrets must not be in the memory of the warm process,
+    and so of every other fork."""
+
+    argv: list[str]
+    environ: dict[str, str]
+    pass_fds: list[int]
+
+
+class NotForked(Exception):
+    """The process has to be started from scratch."""
+
+
+class WarmProcessGone(NotForked):
+    """Nothing listens, or no longer: the warm process has exited, or imports."""
+
+
+@dataclass(frozen=True)
+class WarmProcess:
+    """Where the warm process listens, and the environment with which it has imported everything.
+
+    Importing vLLM takes ten seconds of CPU time and 700 MB of memory. The warm process (`cli/warm.py`) does that once,
+    and reads the model; gateways, workers and the store are its forks: there in milliseconds, sharing those pages. A
+    fork becomes a child of the supervisor (`runtime.linux.fork_child_of`), and is supervised like a process that was
+    started. What cannot be forked now is not waited for: it is started from scratch.
+
+    Each request is a connection of its own to the warm process's unix socket, in a folder that only this user may
+    enter. So nothing has to be matched, and a request that is given up ends with its connection:
+
+        supervisor                    warm process
+        ForkRequest + descriptors --> forks, and closes its end: the rest is between the supervisor and the fork
+              <---------------------- the fork's process id, when it is a child of the supervisor
+        ForkStart ------------------> becomes what it is to be; without it, it exits
+    """
+
+    path: Path
+    environ: Mapping[str, str] = field(repr=False)
+
+    async def fork(
+        self, argv: Sequence[str], environ: Mapping[str, str], output: int, pass_fds: Sequence[int], *, timeout_s: float
+    ) -> int:
+        """Have `medialane ARGV...` forked and return its process id. Raises NotForked."""
+        if changed := changed_imports(environ, self.environ):
+            raise NotForked(f"{', '.join(changed)} may change what is imported")
+        loop, start = asyncio.get_running_loop(), ForkStart(list(argv), dict(environ), list(pass_fds))
+        try:
+            async with asyncio.timeout(timeout_s):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                    sock.setblocking(False)
+                    await loop.sock_connect(sock, str(self.path))
+                    child_channel.send(sock, ForkRequest(argv[0]), [output, *pass_fds], max_bytes=_MAX_FORK_BYTES)
+                    if not (pid := await loop.sock_recv(sock, _MAX_PID_BYTES)):
+                        raise NotForked("the warm process has exited, or cannot fork (see its log)")
+                    child_channel.send(sock, start, max_bytes=_MAX_FORK_BYTES)
+                    return int(pid)
+        except TimeoutError:
+            raise NotForked(f"the warm process has not answered within {timeout_s:g} s") from None
+        except (ConnectionError, FileNotFoundError) as error:  # reset: it has exited before it has read the request
+            raise WarmProcessGone(f"the warm process cannot be asked: {error}") from error
+        except (OSError, ValueError) as error:
+            raise NotForked(f"the warm process cannot be asked: {error}") from error
+
+
+def receive_fork(sock: socket.socket) -> tuple[ForkRequest | None, list[int]]:
+    """Return a request and its descriptors; None if it was given up. Raises ValueError, OSError."""
+    decode = msgspec.msgpack.Decoder(ForkRequest).decode
+    return child_channel.receive(sock, decode, max_bytes=_MAX_FORK_BYTES, max_descriptors=_MAX_DESCRIPTORS)
+
+
+def receive_start(sock: socket.socket) -> ForkStart | None:
+    """Report this process, a fork, to the supervisor, and return what it becomes; None if the request was given up.
+    Raises ValueError, OSError."""
+    with suppress(BrokenPipeError):  # read below
+        sock.send(str(os.getpid()).encode())
+    return child_channel.receive(sock, msgspec.msgpack.Decoder(ForkStart).decode, max_bytes=_MAX_FORK_BYTES)[0]
+
+
+class LogFolder:
+    """The folder of the logs: a private one, which only failed runs leave behind, or one that the operator has chosen:
+    its files are appended to and never removed."""
+
+    def __init__(self, path: Path, owned: OwnedFolder | None = None, lock: int | None = None) -> None:
+        self.path = path
+        #: Whether `close` leaves the logs there: of a chosen folder always, of a private one if the run fails.
+        self.keep = True
+        self._owned = owned
+        self._lock = lock
+
+    @classmethod
+    def create(cls, chosen: str, prefix: str = _PREFIX, *, shared: bool = False) -> LogFolder:
+        """Use the folder `chosen`, without others unless it is `shared`; if empty, create a private one. Raises
+        StartupFailed."""
+        if not chosen:
+            owned = OwnedFolder.create(Path(tempfile.gettempdir()), prefix, num_kept=NUM_KEPT)
+            return cls(owned.path, owned)
+        path = Path(chosen).expanduser().absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = None if shared else os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupFailed(f"--log-dir {chosen}: {error.strerror}") from error
+        if lock is not None and not try_lock(lock):
+            os.close(lock)
+            raise StartupFailed(f"--log-dir {chosen} is in use by another `medialane serve`: choose another folder")
+        return cls(path, lock=lock)
+
+    def close(self) -> None:
+        """Remove a private folder whose logs are not to be kept. Idempotent."""
+        if self._owned is not None:
+            self._owned.close(keep=self.keep)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class ProcessLog:
+    """Reads a log file incrementally. Lines of text are cut at 2000 characters and stripped of ANSI codes.
+
+    A process writes to its file directly. It holds the descriptor itself, so it never blocks on the supervisor, not
+    even on a stopped one. The size of the file is bounded by rotation: the newer half is kept in `<name>.old`, and the
+    file is truncated. Output written during a rotation may be lost; that is the price of not piping the log through the
+    supervisor.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._offset = path.stat().st_size if path.exists() else 0  # the rest is of earlier runs
+        self._rest = b""
+        self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+
+    def open(self) -> int:
+        """Return a descriptor for the process to write to, appending; the caller closes its own copy."""
+        self._tail.clear()
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def read(self) -> list[str]:
+        """Return the complete lines since the last call, from at most a quarter of a MiB."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(_MAX_READ_BYTES)
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-_MAX_JSON_CHARACTERS:]
+        cleaned = [_clean(line) for line in lines]
+        self._tail.extend(text for line in cleaned if line for text in as_text(line))
+        if self._offset > self._max_bytes and len(data) < _MAX_READ_BYTES:
+            self._cut()
+        return cleaned
+
+    def tail(self, num_lines: int) -> list[str]:
+        """Return the last non-empty lines that were read, as text."""
+        return list(self._tail)[-num_lines:]
+
+    def reported_error(self) -> str | None:
+        """Return the error that one of our own commands reported on exit."""
+        errors = [line.partition(REPORTED_ERROR)[2] for line in self._tail if line.startswith(REPORTED_ERROR)]
+        return errors[-1] if errors else None
+
+    def first_exception(self) -> str | None:
+        """Return the first exception that is not merely the consequence of another one."""
+        exceptions = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
+        return next((f"{m[1]}: {m[2]}" for m in exceptions if m), None)
+
+    def failure_report(self, name: str, how: str, *, was_ready: bool = False) -> str:
+        """Return one line with the cause; unless the process reported it itself, the end of the log follows."""
+        why = f" ({how})" if LACK_OF_MEMORY in how else ""  # the log does not have it
+        cause = self.first_exception()
+        if (ours := self.reported_error()) is not None:
+            if cause is not None and _SECONDARY_ERRORS.search(ours):  # of its engine, which has said more
+                ours = f"vLLM failed to start: {cause}"
+            return f"{name}: {ours}{why}"
+        head = f"{name} {'exited again and again' if was_ready else 'did not start'}: {cause + why if cause else how}"
+        lines = self.tail(_SHOWN_LINES)
+        if not lines:
+            return head
+        return "\n".join([head, f"  the end of {self.path} ({how}):", *(f"  | {line}" for line in lines)])
+
+    def _cut(self) -> None:
+        keep = min(self._max_bytes // 2, self._offset)
+        with self.path.open("rb") as file:
+            file.seek(self._offset - keep)
+            write_private(self.path.with_suffix(".old"), file.read(keep))
+        os.truncate(self.path, 0)  # O_APPEND: the process continues at the new end
+        self._offset = 0
+
+
+def _clean(line: bytes) -> str:
+    text = line.rsplit(b"\r", 1)[-1] if b"\r" in line.rstrip(b"\r") else line  # progress bars rewrite their line
+    decoded = text.decode(errors="replace")
+    return decoded if is_json(decoded) else _ANSI.sub("", decoded).rstrip()[:_MAX_LINE_CHARACTERS]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.cluster.child_process import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists
+from medialane.cluster.child_process import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists, WarmProcess
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import (
@@ -22,7 +22,6 @@ from medialane.cluster.vllm_flags import (
     ranks_per_worker,
     warm_flags,
 )
-from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
@@ -45,9 +44,9 @@ _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
 
 class HostRun(NamedTuple):
     """One run on this host: the folder of its sockets, the hardware that it may use, and what its processes inherit:
-    variables of `environ`, and gateways, or the router before them, the socket `listener`. Store, workers, gateways and
-    router have the `common_flags`. One of several models on the host has a `label`, with which the names of its
-    processes begin; the others have `num_other_engines`."""
+    variables of `environ`, and gateways, or the name router before them, the socket `listener`. Store, workers,
+    gateways and name router have the `common_flags`. One of several models on the host has a `label`, with which the
+    names of its processes begin; the others have `num_other_engines`."""
 
     folder: Path
     hardware: Hardware

@@ -31,7 +31,7 @@ _ROUTER_STOP_S = 10.0
 _OF_ONE_MODEL = frozenset({
     "workers", "encoders", "encoder-gpu-share", "gateways", "single-gpu", "warm-start", "stop-timeout",
 })  # fmt: skip
-#: All gateways have the same keys, and the router's limits.
+#: All gateways have the same keys, and the name router's limits.
 _OF_ALL_MODELS = frozenset({
     "keys", "require-api-key", "admin-key-file", "metrics-key-file", "page", "gateway-max-header-bytes",
     "gateway-header-timeout", "gateway-max-connections", "render-only", "drain-timeout",
@@ -84,7 +84,7 @@ def group_of(table: ModelTable, vllm_args: Sequence[str]) -> ModelGroup:
         raise StartupFailed(f"{where}: model must be a folder, or a name on a model hub")
     words = with_config_file(_words(flags, f"{where}: flags"))
     if take_secrets(words)[1]:
-        raise StartupFailed(f"{where}: flags: keys and tokens are those of all models: set them in the environment")
+        raise StartupFailed(f"{where}: flags: keys and tokens are shared by all models: set them in the environment")
     if tls := next((flag for flag in (*TLS_FLAGS, _NOT_FOR_ROUTER) if has_flag(words, flag)), None):
         raise StartupFailed(f"{where}: flags: {tls} is for all models: give it after `--`")
     args = [*without_flags(vllm_args, TLS_FLAGS), *words]
@@ -211,10 +211,10 @@ def _router(config: Config, vllm_args: Sequence[str], served: Sequence[ServedMod
     file = run.folder / "models.json"
     write_private(file, msgspec.json.encode(served))
     return ProcessSpec(
-        name="router",
+        name="name router",
         argv=local.command("name-router", str(file), run.flags, vllm_args),
         environ={
-            **allowed_environ("router", run.environ, config.environment.pass_env),
+            **allowed_environ("name router", run.environ, config.environment.pass_env),
             **as_environ(config, secrets=frozenset({"gateway"})),
         },
         ready=HttpAnswers(f"{local.base_url(config, vllm_args)}/health", statuses=frozenset({200, 503})),

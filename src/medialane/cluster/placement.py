@@ -49,7 +49,7 @@ class Engines(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Environment variables and vLLM flags of one engine, besides the ones of all engines."""
+    """Environment variables and vLLM flags of one engine, besides those common to all engines."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     vllm_args: tuple[str, ...] = ()

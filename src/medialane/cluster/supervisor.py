@@ -22,10 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from medialane.cluster.child_process import INTERPRETER, NOT_NEEDED, ChildProcess, ProcessSpec
+from medialane.cluster.child_process import (
+    INTERPRETER,
+    NOT_NEEDED,
+    ChildProcess,
+    NotForked,
+    ProcessLog,
+    ProcessSpec,
+    WarmProcess,
+    WarmProcessGone,
+)
 from medialane.cluster.orphan_reaper import OrphanReaper
-from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.settings import ClusterConfig
 from medialane.runtime.linux import reap_orphans, set_subreaper
 from medialane.runtime.phase import READY, ExitCounts, Phase, PhaseFile

@@ -31,7 +31,7 @@ from medialane.runtime.phase import VARIABLE as PHASE_FILE
 
 logger = logging.getLogger(__name__)
 
-RoleName = Literal["warm", "store", "worker", "gateway", "router", "preparer", "mover"]
+RoleName = Literal["warm", "store", "worker", "gateway", "name router", "preparer", "mover"]
 
 _SECRET: Final = re.compile(
     r".*(SECRET|PASSWORD|PASSWD|CREDENTIAL).*|(.*_)?(API)?(KEY|KEYS|TOKEN|AUTH|PASS|PWD|HEADERS|COOKIE)", re.IGNORECASE
@@ -108,7 +108,7 @@ ROLES: Final[Mapping[RoleName, RoleEnviron]] = {
     "gateway": RoleEnviron(
         (*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, "VLLM_API_KEY"), frozenset({"rpc", "gateway"})
     ),
-    "router": RoleEnviron((*_PROCESS, "VLLM_API_KEY", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"), frozenset({"gateway"})),
+    "name router": RoleEnviron((*_PROCESS, "VLLM_API_KEY", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"), frozenset({"gateway"})),
     "preparer": RoleEnviron((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE, LOG_PROCESS), exposed=True, fixed=_NO_TOKEN),
     "mover": RoleEnviron((*_PROCESS, *_DEVICES, LOG_PROCESS), exposed=True),
 }
@@ -184,8 +184,8 @@ def allowed_environ(role: RoleName, environ: Mapping[str, str], pass_env: Sequen
 
 
 def changed_imports(environ: Mapping[str, str], warm: Mapping[str, str]) -> list[str]:
-    """Return the variables because of which a process with `environ` may not be a fork of one with the environment
-    `warm`: what was imported there may depend on them."""
+    """Return the variables for which a process with `environ` may not be a fork of one with the environment `warm`:
+    what was imported there may depend on them."""
     role = ROLES["warm"]
     differing = {name for name in environ.keys() | warm.keys() if environ.get(name) != warm.get(name)}
     return sorted(

@@ -161,7 +161,7 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         if any("=" in name for name in self.pass_env):
-            raise StartupFailed("pass_env takes names: values are those of this process's environment")
+            raise StartupFailed("pass_env takes names: values are taken from this process's environment")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,9 @@
 """Request handling in the gateway: scope, intake, features, hand-over, workers."""
 
-from medialane.gateway.administration import WorkerControl, WorkerInfo
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, HandoverConfig, RecordingConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
-from medialane.gateway.http.health import Health, health_of
 from medialane.gateway.http.media_endpoint import MediaEndpoint
 from medialane.gateway.http.metrics import (
     SCRAPE_TIMEOUT_S,
@@ -16,25 +14,19 @@ from medialane.gateway.http.metrics import (
 )
 from medialane.gateway.http.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.http.server import MAX_HEADERS, BoundedServer, http_bounds
-from medialane.gateway.intake import ExtractedMedia
-from medialane.gateway.intake.references import References
+from medialane.gateway.intake.places import References
 from medialane.gateway.models import NameRouter, ServedModel, ServedModels
-from medialane.gateway.operators import OperatorEndpoints
+from medialane.gateway.operators import OperatorEndpoints, WorkerControl, WorkerInfo
 from medialane.gateway.records import (
-    MAX_PENDING_BYTES,
     RECORDING_FORMAT,
     MediaStandIn,
     RecentRequests,
     Recorder,
-    RequestRecord,
     RequestTracing,
-    RequestView,
     parse_stand_in,
-    request_report,
     with_media,
 )
-from medialane.gateway.request.expansions import PromptPrefix
-from medialane.gateway.request.gateway import Gateway
+from medialane.gateway.request.app_backend import AppBackend
 from medialane.gateway.request.handover_paths import (
     HandoverPath,
     InlineTransport,
@@ -44,23 +36,21 @@ from medialane.gateway.request.handover_paths import (
     Transports,
 )
 from medialane.gateway.request.media import PlainHashes
-from medialane.gateway.request.route import Route, Routes
+from medialane.gateway.request.route import PromptPrefix, Route, Routes
 from medialane.gateway.request.scope import OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.request.store_features import StoreFeatures, wave_bytes, wave_size
+from medialane.gateway.request.store_items import StoreItems, wave_bytes, wave_size
 from medialane.gateway.workers.link import WorkerLink
-from medialane.gateway.workers.pool import WorkerPool
+from medialane.gateway.workers.pool import Health, WorkerPool, health_of
 
 __all__ = [
     "MAX_HEADERS",
-    "MAX_PENDING_BYTES",
     "RECORDING_FORMAT",
     "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
+    "AppBackend",
     "BoundedServer",
     "Encoders",
-    "ExtractedMedia",
-    "Gateway",
     "GatewayConfig",
     "GatewayMetrics",
     "HandoverConfig",
@@ -80,10 +70,8 @@ __all__ = [
     "Recorder",
     "RecordingConfig",
     "References",
-    "RequestRecord",
     "RequestScope",
     "RequestTracing",
-    "RequestView",
     "Route",
     "Routes",
     "ScopeMiddleware",
@@ -92,7 +80,7 @@ __all__ = [
     "ServedModels",
     "SharedCounts",
     "ShmTransport",
-    "StoreFeatures",
+    "StoreItems",
     "Transport",
     "Transports",
     "WorkerControl",
@@ -109,7 +97,6 @@ __all__ = [
     "no_others",
     "open_scope",
     "parse_stand_in",
-    "request_report",
     "wave_bytes",
     "wave_size",
     "with_media",

@@ -101,7 +101,7 @@ class Encoders:
             started = time.perf_counter()
             work = partial(self._encode, prepared, placed, digest, trace_headers)
             if (outcome := await self._flights.do(mm_hash, work)) != "worker":
-                record.encoded(mm_hash, started)
+                record.embedded(mm_hash, started)
             return outcome
 
         outcomes = await gather_or_cancel([encode(*each) for each in distinct.items()])

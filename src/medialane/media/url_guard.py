@@ -1,4 +1,4 @@
-"""The policy of which URLs and addresses media may be fetched from (SSRF protection).
+"""Which URLs and addresses media may be fetched from (SSRF protection).
 
 Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So URLs are encoded first
 (`_encode`: what a URL may not contain is percent-encoded, an international host is in punycode), and the result is

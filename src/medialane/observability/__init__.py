@@ -1,7 +1,4 @@
-"""Observability: timelines of requests, Prometheus metrics, logging.
-
-`tracing` is not imported here: only gateways need OpenTelemetry.
-"""
+"""Observability: timelines of requests, Prometheus metrics, logging."""
 
 from medialane.observability.collectors import (
     exit_metrics,

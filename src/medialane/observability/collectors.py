@@ -134,7 +134,7 @@ def _leases(stats: MediaLeaseStats) -> Iterator[Metric]:
 def _arena(stats: ArenaStats) -> Iterator[Metric]:
     yield _gauge(
         "medialane_arena_bytes",
-        "Shared memory by state: size is the total, cached may be evicted, pinned is held by leases",
+        "Shared memory by state: size is the total, cached may be evicted, pinned is being read",
         "kind",
         {
             "size": stats.size_bytes,
@@ -156,7 +156,7 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
         },
     )
     yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=stats.num_entries)
-    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that are held", value=stats.num_leases)
+    yield GaugeMetricFamily("medialane_arena_leases", "Pins on entries, one for each hold", value=stats.num_leases)
     yield CounterMetricFamily("medialane_arena_evictions", "Evicted cache entries", value=stats.num_evictions)
 
 

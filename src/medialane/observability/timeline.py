@@ -68,7 +68,7 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
 class RequestTimeline:
     """Seconds by step. Items of one request run concurrently: a step's time is its slowest item's.
 
-    `num_embeddings` counts items that were found encoded, `media_bytes` is the size of the encoded item, if it is one
+    `num_embeddings` counts items whose embedding was found, `media_bytes` is the size of the encoded item, if it is one
     item's timeline. `current` is the step that was entered last, at `entered_at`.
     """
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from medialane.arena import Lease, Reservation
+from medialane.arena import Pin, Reservation
 from medialane.observability.timeline import RequestTimeline
 from medialane.prepare.messages import ItemRequest, MeasureItem, ProbeItem
 from medialane.prepare.processor import Described
@@ -26,9 +26,9 @@ INITIAL_S = 0.1
 _NEWEST = 0.1
 
 
-#: A lease on the feature of an item that was processed, the size of one that was measured, what a blank has in common
+#: A pin on the feature of an item that was processed, the size of one that was measured, what a blank has in common
 #: with other items of its size; None for a probe, or if there is nothing in common.
-JobValue = Lease[Feature] | MediaSize | Described | None
+JobValue = Pin[Feature] | MediaSize | Described | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Job:
     def __init__(
         self,
         ask: Callable[[int], ItemRequest],
-        source: Lease[EncodedMedia] | None,
+        source: Pin[EncodedMedia] | None,
         *,
         key: str,
         modality: Modality,
@@ -88,7 +88,7 @@ class Job:
         return isinstance(self.request, ProbeItem | MeasureItem)
 
     def settle(self, result: JobResult) -> None:
-        """Pass the result to the caller; if there already is one, release the lease.
+        """Pass the result to the caller; if there already is one, release the pin.
 
         The job keeps its pin and range, which the preparer may still use, except for a published reservation.
         """
@@ -138,7 +138,7 @@ def _release_result(result: asyncio.Future[JobValue]) -> None:
 
 
 def _release(value: JobValue) -> None:
-    if isinstance(value, Lease):
+    if isinstance(value, Pin):
         value.release()
 
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from cachetools import TTLCache
 
-from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
+from medialane.arena import Arena, Pin, Reservation, describe, header_bytes, layout
 from medialane.prepare.job_queue import Job, JobResult, JobValue
 from medialane.prepare.messages import (
     BlankDescribed,
@@ -168,7 +168,7 @@ class JobRunner:
 
     async def _publish(
         self, job: Job, preparer: PreparerProcess, need: NeedRange, send_next: Callable[[], Awaitable[None]]
-    ) -> Lease[Feature]:
+    ) -> Pin[Feature]:
         """Copy what the preparer has made into the arena, and publish it. Raises as `_exchange_messages`."""
         job_id = job.job_id
         decode_s, process_s = (_plausible(reported, job) for reported in (need.decode_s, need.process_s))

@@ -1,4 +1,4 @@
-"""The store's pool of preparers: encoded items in, leases on features out.
+"""The store's pool of preparers: encoded items in, pins on features out.
 
 Theory of operation. One supervisor task keeps a fork server alive. Below it, one task per preparer feeds it jobs from
 the shared queue (`preparers`); everything about a job happens in that task, in order (`job_run`).
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from medialane.arena import Arena, Lease
+from medialane.arena import Arena, Pin
 from medialane.media import MediaConfig
 from medialane.observability.timeline import RequestTimeline
 from medialane.prepare.config import PrepareConfig
@@ -114,14 +114,14 @@ class PreparerPool:
 
     async def prepare_item(
         self,
-        encoded: Lease[EncodedMedia],
+        encoded: Pin[EncodedMedia],
         options: bytes | None,
         mm_hash: str,
         timeline: RequestTimeline | None = None,
         *,
         io: bytes = b"{}",
-    ) -> Lease[Feature]:
-        """Decode and process one item, publish its feature in the arena under `mm_hash`; the caller owns the lease.
+    ) -> Pin[Feature]:
+        """Decode and process one item, publish its feature in the arena under `mm_hash`; the caller owns the pin.
 
         `io` holds the decoding options (as in `MediaRef`), `options` the processor's; without `options` the item
         is only decoded (stage `decoded`).
@@ -143,16 +143,16 @@ class PreparerPool:
                 timeline=timeline,
             )
         )
-        return cast("Lease[Feature]", prepared)
+        return cast("Pin[Feature]", prepared)
 
-    async def probe_item(self, encoded: Lease[EncodedMedia]) -> None:
+    async def probe_item(self, encoded: Pin[EncodedMedia]) -> None:
         """Raise what decoding this item would raise for the file's header (`media.probe`).
 
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
         await self._submit(self._opening(encoded, lambda job_id: ProbeItem(job_id, encoded.value)))
 
-    async def measure(self, encoded: Lease[EncodedMedia], io: bytes = b"{}") -> MediaSize:
+    async def measure(self, encoded: Pin[EncodedMedia], io: bytes = b"{}") -> MediaSize:
         """Return the size that this item will have once it is decoded with `io` (`media.measure`).
 
         Ownership, cancellation and other errors are as for `prepare_item`.
@@ -177,7 +177,7 @@ class PreparerPool:
         )
         return cast("Described | None", described)
 
-    def _opening(self, encoded: Lease[EncodedMedia], ask: Callable[[int], ItemRequest]) -> Job:
+    def _opening(self, encoded: Pin[EncodedMedia], ask: Callable[[int], ItemRequest]) -> Job:
         """Return a job that only opens the item."""
         modality = encoded.value.modality
         return Job(

@@ -1,8 +1,8 @@
 """The sandbox of a preparer: privileges, limits, sockets, files (Landlock), system calls (`seccomp`), and its memory.
 
 A decoder compromised by a hostile file has no socket but its job channel, limited memory, no core dump, no access to
-files but for reading some, only the system calls that computing needs, and is the preferred victim of the kernel's OOM
-killer. What the kernel supports is probed, each mechanism in a short-lived child. The store fetches tensors from a
+files except for reading some, only the system calls that computing needs, and is the preferred victim of the kernel's
+OOM killer. What the kernel supports is probed, each mechanism in a short-lived child. The store fetches tensors from a
 preparer's memory (process_vm_readv(2), one copy by the kernel), so no preparer needs write access to the arena.
 """
 

@@ -68,10 +68,6 @@ class BlockIndex:
         """Blocks held, summed over slots."""
         return sum(map(len, self._held.values()))
 
-    def num_held(self, slot: int) -> int:
-        """Return the number of blocks that the slot holds."""
-        return len(self._held.get(slot, ()))
-
     def holds(self, slot: int, block: int) -> bool:
         """Return whether the slot has reported this block."""
         return block in self._held.get(slot, ())

@@ -1,13 +1,17 @@
 """A request from the router's choice until its release: what it occupies at its slot is a queue position until its
-first token, and one in flight until its end; of another gateway's request, the queue position.
+first token, and one in flight until its end; of another gateway's request, the queue position. With its first token it
+is compared how much of its prompt was predicted to be cached (`PredictionMonitor`).
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 from cachetools import TTLCache
 
@@ -16,16 +20,22 @@ from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
-from medialane.routing.prediction import Prediction, PredictionMonitor
 from medialane.routing.slots import RoutingRequest, Slot, SlotTable, WorkerRank
+from medialane.types.kv_events import BlockIds
 from medialane.types.request import Alternative, RoutingDecision
-from medialane.types.retry_after import Places
+from medialane.types.retry_after import Permits
 from medialane.types.stats import MAX_ITEMS, PendingWork
+
+logger = logging.getLogger(__name__)
 
 #: A response may arrive before the KV events of its blocks: the worker collects events for 10 ms
 #: (`worker.block_table`), and event loops under load lag. Long enough for that, and short compared with the turnover
 #: time of a cache.
 _EVENT_DELAY_S: Final = 0.5
+
+_NUM_JUDGED: Final = 32
+_NUM_ENOUGH: Final = 8
+_WARN_INTERVAL_S: Final = 300.0
 
 
 @dataclass
@@ -41,7 +51,7 @@ class RouterState:
     caches: EncoderCaches
     predictions: PredictionMonitor
     sessions: TTLCache[str, WorkerRank]
-    places: Places
+    permits: Permits
     num_unsent: int = 0
 
     def announced(self, slot: Slot, work: PendingWork) -> AnnouncedRequest:
@@ -142,7 +152,7 @@ class RoutedRequest:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._begin(*pending)
-            self._state.places.take(self)
+            self._state.permits.take(self)
         self.is_sent |= is_sent and self.has_begun
         return pending is not None
 
@@ -169,7 +179,7 @@ class RoutedRequest:
             return
         self._is_released = True
         self._pending = None
-        self._state.places.free(self)
+        self._state.permits.free(self)
         self._state.num_unsent += not self.is_sent
         occupied, self._occupied = self._occupied, None
         if occupied is None:
@@ -244,3 +254,86 @@ def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> 
     if choice.slot == scoring_input.session_slot:
         return "worker of the session's last request"
     return "lowest load"
+
+
+class PredictionCounts(msgspec.Struct):
+    """Requests since the start whose engines had fewer tokens cached than predicted, and more."""
+
+    num_fewer: int = 0
+    num_more: int = 0
+
+
+class Prediction(NamedTuple):
+    """Of the full blocks of a prompt that is sent to `slot`, which are `block_ids`, the first `num_cached` are expected
+    to be cached there; `is_reported`: by the worker's reports, not because of requests in flight."""
+
+    slot: int
+    block_ids: BlockIds
+    block_size: int
+    num_cached: int
+    is_reported: bool
+
+
+@dataclass
+class _Outcomes:
+    """Whether the predictions of a slot's last requests were good."""
+
+    name: str
+    latest: deque[bool] = field(default_factory=lambda: deque(maxlen=_NUM_JUDGED))
+    warned_at: float = float("-inf")
+
+
+class PredictionMonitor:
+    """Keeps the counts and logs warnings. `holds` returns whether the worker of a slot reports a block; `clock` is
+    monotonic, in seconds.
+
+    It shows whether engines cache what the router assumes. With a request's first token its engine reports how many
+    tokens of the prompt were cached. They are fewer than the router has counted on, although the worker still reports
+    their last block; or more, up to a block that the worker never reported. If router and engine compute block ids
+    differently, or events are lost, one of both shows, and cache-aware routing silently degrades to routing by load. So
+    both are counted, and a warning is logged if half of a worker's last requests were such. Not counted:
+
+    * Blocks that were evicted between choice and prefill: their removal has been reported.
+    * Blocks that were only pending (of a request in flight): the engine may start both in one step.
+    * One block less than predicted: some schedulers recompute the last block (speculative decoding).
+    """
+
+    def __init__(self, holds: Callable[[int, int], bool], *, clock: Callable[[], float]) -> None:
+        self.counts = PredictionCounts()
+        self._holds = holds
+        self._clock = clock
+        self._outcomes: dict[int, _Outcomes] = {}
+
+    def join(self, slot: int, name: str) -> None:
+        self._outcomes[slot] = _Outcomes(name)
+
+    def leave(self, slot: int) -> None:
+        del self._outcomes[slot]
+
+    def compare(self, predicted: Prediction, reported_tokens: int) -> None:
+        """Judge a prediction by the cached tokens that the engine has reported. Its slot must not have left."""
+        if not predicted.is_reported:
+            return
+        ids, num_cached = predicted.block_ids, min(reported_tokens // predicted.block_size, len(predicted.block_ids))
+        is_fewer = num_cached < predicted.num_cached - 1 and self._holds(
+            predicted.slot, ids.item(predicted.num_cached - 1)
+        )
+        is_more = num_cached > predicted.num_cached and not self._holds(predicted.slot, ids.item(num_cached - 1))
+        self.counts.num_fewer += is_fewer
+        self.counts.num_more += is_more
+        self._judge(self._outcomes[predicted.slot], is_good=not (is_fewer or is_more))
+
+    def _judge(self, outcomes: _Outcomes, *, is_good: bool) -> None:
+        latest, now = outcomes.latest, self._clock()
+        latest.append(is_good)
+        num_bad = latest.count(False)
+        if len(latest) < _NUM_ENOUGH or num_bad * 2 < len(latest) or now - outcomes.warned_at < _WARN_INTERVAL_S:
+            return
+        outcomes.warned_at = now
+        logger.warning(
+            "worker %s does not cache as predicted: for %d of its last %d requests its engine had fewer tokens cached "
+            "than its KV events say, or more. Requests may go to workers that have not cached their prompts",
+            outcomes.name,
+            num_bad,
+            len(latest),
+        )

@@ -21,13 +21,18 @@ from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Policy
-from medialane.routing.prediction import PredictionCounts, PredictionMonitor
-from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest, RouterState
+from medialane.routing.routed_request import (
+    AnnouncedRequest,
+    PredictionCounts,
+    PredictionMonitor,
+    RoutedRequest,
+    RouterState,
+)
 from medialane.routing.slots import RoutingRequest, SlotTable
 from medialane.types.errors import NoWorkerReady
 from medialane.types.kv_events import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad
-from medialane.types.retry_after import Places
+from medialane.types.retry_after import Permits
 from medialane.types.stats import PendingWork
 
 _BLOCK_ID: Final = np.dtype("<u8")
@@ -57,7 +62,7 @@ class Router:
             EncoderCaches(),
             PredictionMonitor(self.index.holds, clock=clock),
             TTLCache(config.max_sessions, config.session_ttl_s, clock),
-            Places(clock=clock),
+            Permits(clock=clock),
         )
         self._policy = Policy(
             config.router, costs=state.costs, slots=state.slots, index=state.index, pending=state.pending, seed=seed
@@ -210,7 +215,7 @@ class Router:
         if not self._slots.serving(request):
             return NoWorkerReady("no worker serves this adapter or rank", retry_after_s=5)
         message = "all workers have reached their limit of requests"
-        return NoWorkerReady(message, retry_after_s=self._state.places.promise())
+        return NoWorkerReady(message, retry_after_s=self._state.permits.promise())
 
 
 def _ids(packed: bytes) -> BlockIds:

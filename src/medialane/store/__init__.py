@@ -8,7 +8,7 @@ from medialane.store.client import ConnectionLost, StoreClient, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.holds import HoldPasser, StoreEntries, StoreGrants
-from medialane.store.items import Items, ItemSource, LeasedItem, Processing
+from medialane.store.items import Items, ItemSource, PinnedItem, Processing
 from medialane.store.media_leases import MediaLeases
 from medialane.store.messages import (
     AliasResolved,
@@ -49,8 +49,8 @@ __all__ = [
     "ItemSource",
     "Items",
     "KnownFeatures",
-    "LeasedItem",
     "MediaLeases",
+    "PinnedItem",
     "Processing",
     "PublishedImages",
     "PutMedia",

@@ -17,7 +17,6 @@ from typing import Any
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
 from medialane.runtime.tasks import TAKER, Backoff, call_site, first_of
 from medialane.store.messages import (
-    Call,
     CallFailed,
     Cancel,
     EmbeddingFound,
@@ -35,6 +34,7 @@ from medialane.store.messages import (
     Release,
     Reply,
     ScrapedAs,
+    StoreCall,
     StoreHello,
     StorePing,
     StoreRefused,
@@ -134,7 +134,7 @@ class StoreClient:
         """Set when the connection is closed, by either side."""
         return self._connection.closed
 
-    async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
+    async def call(self, make: Callable[[int], StoreCall], answer: AnswerQuestion | None = None) -> Reply:
         """Make a call and return its result; `make` builds the message with the call's id.
 
         `answer` answers the store's questions. Raises the error that the store reports, and
@@ -450,7 +450,7 @@ class StoreLink:
 
     async def call(
         self,
-        make: Callable[[int], Call],
+        make: Callable[[int], StoreCall],
         answer: AnswerQuestion | None = None,
         *,
         arena: str | None = None,

@@ -53,18 +53,18 @@ class ClientUse:
     def __len__(self) -> int:
         return len(self._holds) + len(self._writing) + len(self._fills)
 
-    def hold(self, lease: Hold) -> int:
-        """Own `lease` until `release` of the id that is returned."""
+    def hold(self, pin: Hold) -> int:
+        """Own `pin` until `release` of the id that is returned."""
         self._last_id += 1
-        self._holds[self._last_id] = lease
+        self._holds[self._last_id] = pin
         return self._last_id
 
     def release(self, hold_id: int) -> None:
         """Release a hold. Raises ProtocolViolation if there is none with this id."""
         if hold_id not in self._holds:
             raise ProtocolViolation(f"there is no hold {hold_id}")
-        if (lease := self._holds.pop(hold_id)) is not None:
-            lease.release()
+        if (pin := self._holds.pop(hold_id)) is not None:
+            pin.release()
 
     def keep_only(self, listed: Mapping[int, HeldEntry], claim: Callable[[ArenaRange], Hold | None]) -> None:
         """The client has connected again: it has stopped writing, and holds only what it has `listed` by id. What it
@@ -106,9 +106,9 @@ class ClientUse:
         """Return what is behind a hold that an earlier store has granted."""
         if held.is_fill:
             return self._fills.pop(held.range, None)
-        if (lease := claim(held.range)) is None:
+        if (pin := claim(held.range)) is None:
             raise UnknownEntry(f"a client holds an entry that the arena does not have: {held.range}")
-        return lease
+        return pin
 
 
 class AbsentClients:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from medialane.arena import Arena, Lease, Reservation, Unfinished, describe, header_bytes
+from medialane.arena import Arena, Pin, Reservation, Unfinished, describe, header_bytes
 from medialane.store.messages import FindEmbedding
 from medialane.types.feature import Embedding, Feature, FoundEmbedding
 from medialane.types.stats import EmbeddingStats
@@ -62,8 +62,8 @@ class Embeddings:
             num_revoking=len(self._revoking),
         )
 
-    def lookup(self, key: str) -> Lease[Feature] | None:
-        """Lease the entry of an embedding, if it is cached or completed. The caller owns the lease."""
+    def lookup(self, key: str) -> Pin[Feature] | None:
+        """Pin the entry of an embedding, if it is cached or completed. The caller owns the pin."""
         self._fill(key)
         if not self._arena.contains(key, "embedded"):
             return None  # not counted as a miss of the arena: nothing is made because of it
@@ -90,8 +90,8 @@ class Embeddings:
 
     def find_now(self, wanted: FindEmbedding, client: int) -> FoundEmbedding | None:
         """As `find`, without waiting for a client that is writing the embedding."""
-        if (lease := self.lookup(wanted.key)) is not None:
-            return _checked(lease, wanted)
+        if (pin := self.lookup(wanted.key)) is not None:
+            return _checked(pin, wanted)
         return None if wanted.key in self._fills else self._start(wanted, client)
 
     def end(self, fill: Fill) -> None:
@@ -156,10 +156,10 @@ def _embedding(value: Feature) -> Embedding:
     return value.embedding
 
 
-def _checked(lease: Lease[Feature], wanted: FindEmbedding) -> FoundEmbedding | None:
+def _checked(pin: Pin[Feature], wanted: FindEmbedding) -> FoundEmbedding | None:
     """Return the embedding that is leased, unless it is not what is wanted."""
-    embedding = _embedding(lease.value)
+    embedding = _embedding(pin.value)
     if embedding.tensor.spec != wanted.spec:
-        lease.release()
+        pin.release()
         return None
-    return FoundEmbedding(embedding, lease, is_filled=True)
+    return FoundEmbedding(embedding, pin, is_filled=True)

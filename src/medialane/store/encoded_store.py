@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from blake3 import blake3
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Pin, Reservation
 from medialane.media import MediaConfig, sniff
 from medialane.types.media import EncodedMedia, MediaRef, Modality
 from medialane.types.tensor import EMBEDS_TYPE
@@ -30,25 +30,25 @@ class EncodedStore:
         self._arena = arena
         self._config = config
 
-    def lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
-        """Return a lease on the entry of this content, or None. The caller owns it. Raises what `sniff` raises."""
+    def lookup(self, ref: MediaRef, content: str) -> Pin[EncodedMedia] | None:
+        """Return a pin on the entry of this content, or None. The caller owns it. Raises what `sniff` raises."""
         return self.described(self._arena.lookup(self.key(content, ref.salt), "encoded"), ref)
 
-    def described(self, lease: Lease[EncodedMedia] | None, ref: MediaRef) -> Lease[EncodedMedia] | None:
-        """Return a lease on an entry, which this owns, for the modality of `ref`; None if it is not of its kind. Raises
+    def described(self, pin: Pin[EncodedMedia] | None, ref: MediaRef) -> Pin[EncodedMedia] | None:
+        """Return a pin on an entry, which this owns, for the modality of `ref`; None if it is not of its kind. Raises
         what `sniff` raises."""
-        if lease is not None and ref.is_embeds != (lease.value.media_type == EMBEDS_TYPE):
-            lease.release()  # embeddings must not be used as media, nor media as embeddings
+        if pin is not None and ref.is_embeds != (pin.value.media_type == EMBEDS_TYPE):
+            pin.release()  # embeddings must not be used as media, nor media as embeddings
             return None
-        if lease is None or lease.value.modality == ref.modality:
-            return lease
+        if pin is None or pin.value.modality == ref.modality:
+            return pin
         try:
-            media_type = sniff(self.bytes(lease.value), ref.modality, self._config)
-        except BaseException:  # cancellation included: the lease has no other owner
-            lease.release()
+            media_type = sniff(self.bytes(pin.value), ref.modality, self._config)
+        except BaseException:  # cancellation included: the pin has no other owner
+            pin.release()
             raise
-        lease.value = msgspec.structs.replace(lease.value, modality=ref.modality, media_type=media_type)
-        return lease
+        pin.value = msgspec.structs.replace(pin.value, modality=ref.modality, media_type=media_type)
+        return pin
 
     def reserve(self, num_bytes: int, *, writer: int | None = None) -> Reservation:
         """Reserve a range for encoded bytes; `writer` is the slot of a client that writes them. The caller owns it.
@@ -57,8 +57,8 @@ class EncodedStore:
         """
         return self._arena.reserve(num_bytes, "encoded", writer=writer)
 
-    def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Lease[EncodedMedia]:
-        """Cache the written bytes, whose hash is `content`. The caller owns the lease, and, if `sniff` raises, still
+    def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Pin[EncodedMedia]:
+        """Cache the written bytes, whose hash is `content`. The caller owns the pin, and, if `sniff` raises, still
         the reservation."""
         media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.modality, self._config)
         return self.publish_as(
@@ -79,21 +79,21 @@ class EncodedStore:
         self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
-        """Return the bytes of an entry, read-only. The caller holds a lease on it."""
+        """Return the bytes of an entry, read-only. The caller holds a pin on it."""
         first = encoded.data_offset
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
 
     def publish_as(
         self, reservation: Reservation, *, modality: Modality, salt: str, content: str, media_type: str
-    ) -> Lease[EncodedMedia]:
-        """Cache written bytes, whose hash is `content` and whose type is known. The caller owns the lease."""
+    ) -> Pin[EncodedMedia]:
+        """Cache written bytes, whose hash is `content` and whose type is known. The caller owns the pin."""
         range_ = reservation.range
         num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
         encoded = EncodedMedia(modality, content, media_type, range_, ENTRY_HEADER_BYTES, num_bytes)
-        lease = self._arena.publish(reservation, self.key(content, salt), encoded)
-        if lease.value.modality != modality:  # the same bytes are cached as another
-            lease.value = msgspec.structs.replace(lease.value, modality=modality, media_type=media_type)
-        return lease
+        pin = self._arena.publish(reservation, self.key(content, salt), encoded)
+        if pin.value.modality != modality:  # the same bytes are cached as another
+            pin.value = msgspec.structs.replace(pin.value, modality=modality, media_type=media_type)
+        return pin
 
     def key(self, content: str, salt: str) -> str:
         """Return the key of an entry."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from cachetools import LRUCache
 
-from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
+from medialane.arena import Arena, Pin, Reservation, describe, header_bytes, layout
 from medialane.media import MediaConfig, image_size, needs_probe
 from medialane.media.data_url import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.media.fetch import Fetcher
@@ -43,7 +43,7 @@ from medialane.types.media_lease import is_leased
 from medialane.types.tensor import ArenaRange, TensorSpec
 
 #: Receives the encoded bytes of the item, whose content hash its caller has given, into the arena.
-Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]
+Upload = Callable[[EncodedStore], Awaitable[Pin[EncodedMedia]]]
 
 #: Receives the tensors of a feature that a client has sent, into this range of the arena.
 Receive = Callable[[Reservation], Awaitable[object]]
@@ -75,14 +75,14 @@ _UNKNOWN = "unknown or expired uuid: send the URL or data of the media as well"
 _UNKNOWN_FEATURE = "unknown or expired feature: send its tensors or media"
 
 
-class LeasedItem(NamedTuple):
-    """A lease on an item's encoded bytes, decoded form or feature, and the hash of its encoded bytes.
+class PinnedItem(NamedTuple):
+    """A pin on an item's encoded bytes, decoded form or feature, and the hash of its encoded bytes.
 
     `is_hit` is whether it was cached.
     """
 
     content_hash: str
-    lease: Lease[Feature] | Lease[EncodedMedia]
+    pin: Pin[Feature] | Pin[EncodedMedia]
     is_hit: bool
 
 
@@ -106,9 +106,9 @@ class ItemSource(NamedTuple):
 
 
 class Items:
-    """Returns leases on media items; concurrent preparations of the same item are shared.
+    """Returns pins on media items; concurrent preparations of the same item are shared.
 
-    References have a URL or a content hash. The caller owns every lease that is returned. Errors name the request field
+    References have a URL or a content hash. The caller owns every pin that is returned. Errors name the request field
     of the reference.
     """
 
@@ -140,7 +140,7 @@ class Items:
         self._describing: SingleFlight[object, Described | None] = SingleFlight()
         self._aliases = aliases
         self.leases = leases
-        self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
+        self._preparing: SingleFlight[str, Pin[Feature]] = SingleFlight(share=Pin.duplicate, release=Pin.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
         #: Content that a preparer has opened or decoded without an error: a worker may decode it.
         self._probed: LRUCache[str, None] = LRUCache(_MAX_CACHED_VERDICTS)
@@ -155,22 +155,22 @@ class Items:
             raise UnknownMediaUuid(_UNKNOWN, param=ref.param)
         return msgspec.structs.replace(ref, content=bound.content, io=bound.io, options=bound.options)
 
-    async def find(self, source: ItemSource, form: Form, processing: Processing) -> LeasedItem:
+    async def find(self, source: ItemSource, form: Form, processing: Processing) -> PinnedItem:
         """Return an item in the requested form, made if it is missing. `processing` matters for form `processed` only;
         if the embedding of its encoder is cached, that is returned, as a feature without tensors."""
         with naming(ref := source.ref):
             if ref.is_feature:
                 return await self._known(source, processing)
             if form == "encoded":
-                leased = await self._probed_bytes(source)
+                pinned = await self._probed_bytes(source)
             else:
-                leased = await self._find_or_prepare(source, processing if form == "processed" else None)
+                pinned = await self._find_or_prepare(source, processing if form == "processed" else None)
             if form == "processed":
-                self._remember(ref, processing, leased.content_hash)
+                self._remember(ref, processing, pinned.content_hash)
             # Bind the alias, unless it was all that was sent, now that the content has proved usable.
             if ref.alias is not None and (ref.url is not None or source.upload is not None):
-                self._bind(ref.salt, ref.alias, leased)
-        return leased
+                self._bind(ref.salt, ref.alias, pinned)
+        return pinned
 
     async def describe(
         self, source: ItemSource, options: bytes, size: MediaSize | None
@@ -189,9 +189,9 @@ class Items:
         ref, content = source.ref, await self._content(source, need_data=False)
         if (size := self._sizes.get(_size_key(ref, content))) is not None:
             return content, size
-        content, lease = await self._encoded(source)
-        with lease:
-            await self._admit(source, lease.value)
+        content, pin = await self._encoded(source)
+        with pin:
+            await self._admit(source, pin.value)
             size = await self._measuring.do(_size_key(ref, content), lambda: self._measure(ref, content))
         with suppress(ValueError):  # too large to be kept
             self._sizes[_size_key(ref, content)] = size
@@ -220,29 +220,29 @@ class Items:
                 self._described[key] = described
         return described
 
-    async def refer(self, source: ItemSource, processing: Processing) -> LeasedItem:
+    async def refer(self, source: ItemSource, processing: Processing) -> PinnedItem:
         """Return the encoded bytes of an item, for which no feature need exist: its client may name it from now on."""
-        leased = await self.find(source, "encoded", processing)
-        self._remember(source.ref, processing, leased.content_hash)
-        return leased
+        pinned = await self.find(source, "encoded", processing)
+        self._remember(source.ref, processing, pinned.content_hash)
+        return pinned
 
     async def put(
         self, ref: MediaRef, described: Described, specs: Sequence[TensorSpec], *, receive: Receive, writer: int
-    ) -> LeasedItem:
+    ) -> PinnedItem:
         """Return the feature of this hash, `ref.content`, of tensors that a client has sent: they are received by
         `receive`, written by the client with the slot `writer`, unless they are cached."""
         key, is_hit = ref.content or "", True
         with naming(ref):
-            if (lease := self._arena.lookup(key, "processed")) is None:
+            if (pin := self._arena.lookup(key, "processed")) is None:
                 num_described = header_bytes(described.header, specs)
                 reservation = self._arena.reserve(layout(specs)[1], writer=writer, header_bytes=num_described)
                 await receive(reservation)
                 with reservation:
                     tensors = describe(reservation.range, specs)
                     feature = Feature(ref.modality, key, described.header, tensors, described.size)
-                    lease, is_hit = self._arena.publish(reservation, key, feature), False
+                    pin, is_hit = self._arena.publish(reservation, key, feature), False
             self._features.remember(key, ref)
-        return LeasedItem(key, lease, is_hit)
+        return PinnedItem(key, pin, is_hit)
 
     def _remember(self, ref: MediaRef, processing: Processing, content: str) -> None:
         """Let the client of `ref` name its feature."""
@@ -251,43 +251,43 @@ class Items:
         key = self._key(ref, processing, content)
         self._features.remember(key, ref, FeatureSource(made_of, options, processing.processor))
 
-    async def feature(self, mm_hash: str) -> LeasedItem:
+    async def feature(self, mm_hash: str) -> PinnedItem:
         """Return a feature by its hash, for the operator: whoever has sent its media. Made again if it was evicted.
         Raises UnknownMedia."""
-        if (lease := self._arena.lookup(mm_hash, "processed")) is not None:
-            return LeasedItem(mm_hash, lease, is_hit=True)
+        if (pin := self._arena.lookup(mm_hash, "processed")) is not None:
+            return PinnedItem(mm_hash, pin, is_hit=True)
         known = self._features.find_any(mm_hash)
         if known is None or known.source is None:
             raise UnknownMedia("unknown or expired feature")
         source = ItemSource(known.source.ref, RequestTimeline())
         return await self._made_again(mm_hash, source, known.source, encoder="")
 
-    async def _known(self, source: ItemSource, processing: Processing) -> LeasedItem:
+    async def _known(self, source: ItemSource, processing: Processing) -> PinnedItem:
         """Return the feature that the client names, made again if it was evicted. Raises UnknownMedia."""
         ref = source.ref
         if (known := self._features.find(ref)) is None:
             raise UnknownMedia(_UNKNOWN_FEATURE)
         key = ref.content or ""
-        if (lease := self._cached(key, processing)) is not None:
+        if (pin := self._cached(key, processing)) is not None:
             source.timeline.num_hits += 1
-            return LeasedItem(key, lease, is_hit=True)
+            return PinnedItem(key, pin, is_hit=True)
         if known.source is None:
             raise UnknownMedia(_UNKNOWN_FEATURE)
         return await self._made_again(key, source, known.source, encoder=processing.encoder)
 
-    async def _made_again(self, key: str, source: ItemSource, made_of: FeatureSource, *, encoder: str) -> LeasedItem:
+    async def _made_again(self, key: str, source: ItemSource, made_of: FeatureSource, *, encoder: str) -> PinnedItem:
         processing = Processing(made_of.processor, made_of.options, encoder)
         try:
-            leased = await self._find_or_prepare(source._replace(ref=made_of.ref), processing)
+            pinned = await self._find_or_prepare(source._replace(ref=made_of.ref), processing)
         except UnknownMediaUuid as error:
             raise UnknownMedia(_UNKNOWN_FEATURE) from error
-        return leased._replace(content_hash=key)
+        return pinned._replace(content_hash=key)
 
-    def _bind(self, salt: str, alias: Alias, leased: LeasedItem) -> None:
+    def _bind(self, salt: str, alias: Alias, pinned: PinnedItem) -> None:
         try:
-            self._aliases.bind(salt, alias, leased.content_hash)
+            self._aliases.bind(salt, alias, pinned.content_hash)
         except UuidConflict:
-            leased.lease.release()
+            pinned.pin.release()
             raise
 
     async def publish(self, entry: ArenaRange) -> bytes:
@@ -296,22 +296,22 @@ class Items:
             raise MediaUrlForbidden("this server does not publish images (--allow-media-rdma)")
         return await self._published.publish(entry)
 
-    async def _probed_bytes(self, source: ItemSource) -> LeasedItem:
+    async def _probed_bytes(self, source: ItemSource) -> PinnedItem:
         """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects
         are dropped from the cache."""
-        content, lease = await self._encoded(source)
-        source.timeline.media_bytes = lease.value.num_bytes
+        content, pin = await self._encoded(source)
+        source.timeline.media_bytes = pin.value.num_bytes
         try:
-            await self._admit(source, lease.value)
-            await self._probe(source.ref, lease.value)
-        except BaseException as error:  # cancellation included: the lease has no other owner
-            lease.release()
+            await self._admit(source, pin.value)
+            await self._probe(source.ref, pin.value)
+        except BaseException as error:  # cancellation included: the pin has no other owner
+            pin.release()
             if isinstance(error, InvalidRequest):
                 self._store.forget(content, source.ref.salt)
             raise
-        return LeasedItem(content, lease, is_hit=False)
+        return PinnedItem(content, pin, is_hit=False)
 
-    async def _find_or_prepare(self, source: ItemSource, processing: Processing | None) -> LeasedItem:
+    async def _find_or_prepare(self, source: ItemSource, processing: Processing | None) -> PinnedItem:
         """Look up the requested form, and prepare it if it is missing.
 
         If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
@@ -321,22 +321,22 @@ class Items:
         for _ in range(1 + _MAX_ATTEMPTS):
             content = await self._content(source, need_data=need_data)
             key = self._key(source.ref, processing, content)
-            if (lease := self._cached(key, processing)) is not None:
+            if (pin := self._cached(key, processing)) is not None:
                 timeline.num_hits += 1
-                return LeasedItem(content, lease, is_hit=True)
+                return PinnedItem(content, pin, is_hit=True)
             encoded = await self._stored(source, content)
             if encoded is not None:
                 timeline.media_bytes = encoded.value.num_bytes
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
                     await self._admit(source, encoded.value)
-                    lease = await self._prepare_once(source, content, processing, key)
+                    pin = await self._prepare_once(source, content, processing, key)
                 timeline.num_misses += 1  # not before: a caller may try again after ArenaFull
-                return LeasedItem(content, lease, is_hit=False)
+                return PinnedItem(content, pin, is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
 
-    def _cached(self, key: str, processing: Processing | None) -> Lease[Feature] | None:
+    def _cached(self, key: str, processing: Processing | None) -> Pin[Feature] | None:
         if processing is None:
             return self._arena.lookup(key, "decoded")
         if processing.encoder:
@@ -345,12 +345,12 @@ class Items:
                 return embedded
         return self._arena.lookup(key, "processed")
 
-    async def _encoded(self, source: ItemSource) -> tuple[str, Lease[EncodedMedia]]:
+    async def _encoded(self, source: ItemSource) -> tuple[str, Pin[EncodedMedia]]:
         """Return the encoded bytes, fetched or received if they are not cached."""
         for attempt in range(_MAX_ATTEMPTS):
             content = await self._content(source, need_data=attempt > 0)
-            if (lease := await self._stored(source, content)) is not None:
-                return content, lease
+            if (pin := await self._stored(source, content)) is not None:
+                return content, pin
         raise ArenaFull(_TOO_SMALL)
 
     def _key(self, ref: MediaRef, processing: Processing | None, content: str) -> str:
@@ -370,8 +370,8 @@ class Items:
         if expected is not None and not (need_data and url is not None):
             return expected
         if is_leased(url):
-            with self.leases.lookup(source.ref) as lease:
-                return lease.value.content_hash
+            with self.leases.lookup(source.ref) as pin:
+                return pin.value.content_hash
         with source.timeline.measure("fetch"):
             fetch = self._fetcher.fetch
             if self._published is not None and is_published(url or ""):
@@ -381,10 +381,10 @@ class Items:
             raise UnknownMedia("the content of the URL of this feature has changed: send its tensors or media")
         return content
 
-    async def _stored(self, source: ItemSource, content: str) -> Lease[EncodedMedia] | None:
+    async def _stored(self, source: ItemSource, content: str) -> Pin[EncodedMedia] | None:
         """Return the bytes of `content`, received if needed. None if they have to be fetched."""
-        if (lease := self._lookup(source.ref, content)) is not None:
-            return lease
+        if (pin := self._lookup(source.ref, content)) is not None:
+            return pin
         if source.upload is not None:
             with source.timeline.measure("fetch"):
                 return await source.upload(self._store)
@@ -392,16 +392,16 @@ class Items:
             raise UnknownMediaUuid(_UNKNOWN)
         return None
 
-    def _lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
+    def _lookup(self, ref: MediaRef, content: str) -> Pin[EncodedMedia] | None:
         """Return the cached bytes of `content`. Raises UnknownMedia if they are leased no more."""
         return self.leases.lookup(ref) if is_leased(ref.url) else self._store.lookup(ref, content)
 
-    def _held(self, ref: MediaRef, content: str) -> Lease[EncodedMedia]:
-        """Lease the bytes of `content` for shared work, which may outlive its callers' leases. Raises ArenaFull if they
+    def _held(self, ref: MediaRef, content: str) -> Pin[EncodedMedia]:
+        """Pin the bytes of `content` for shared work, which may outlive its callers' pins. Raises ArenaFull if they
         were evicted."""
-        if (lease := self._lookup(ref, content)) is None:
+        if (pin := self._lookup(ref, content)) is None:
             raise ArenaFull(_TOO_SMALL)
-        return lease
+        return pin
 
     async def _admit(self, source: ItemSource, encoded: EncodedMedia) -> None:
         """Ask whether the request may have an image of a URL; clients know the sizes of images that they send."""
@@ -416,7 +416,7 @@ class Items:
 
     async def _prepare_once(
         self, source: ItemSource, content: str, processing: Processing | None, key: str
-    ) -> Lease[Feature]:
+    ) -> Pin[Feature]:
         """Prepare the requested form, which has this `key`, once for all concurrent requests."""
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
@@ -425,8 +425,8 @@ class Items:
 
     async def _prepare(
         self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: RequestTimeline
-    ) -> Lease[Feature]:
-        """Prepare and publish the feature, or the decoded media, under `key`. The caller has a lease on the bytes."""
+    ) -> Pin[Feature]:
+        """Prepare and publish the feature, or the decoded media, under `key`. The caller has a pin on the bytes."""
         with self._held(ref, content) as stored:
             merged = None if processing is None else merged_options(processing.options, ref.options)
             try:
@@ -439,7 +439,7 @@ class Items:
             return prepared
 
     async def _probe(self, ref: MediaRef, encoded: EncodedMedia) -> None:
-        """Open in a preparer what a worker will decode, once for all concurrent requests. The caller has a lease."""
+        """Open in a preparer what a worker will decode, once for all concurrent requests. The caller has a pin."""
         key = _probe_key(encoded, ref.salt)
         if ref.is_embeds or key in self._probed or not needs_probe(encoded.media_type):
             return

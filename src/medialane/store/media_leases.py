@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from medialane.arena import Arena, Lease, Reservation
+from medialane.arena import Arena, Pin, Reservation
 from medialane.media import MediaConfig, oriented_size, sniff
 from medialane.media.http_cache import NOT_KEPT, NameRecords, boot_time
 from medialane.prepare import PreparerPool
@@ -84,7 +84,7 @@ class _VideoMetadata(msgspec.Struct):
 
 class _Leased(NamedTuple):
     record: _Record
-    entry: Lease[EncodedMedia]
+    entry: Pin[EncodedMedia]
     timer: asyncio.TimerHandle
 
 
@@ -141,7 +141,7 @@ class MediaLeases:
                 media = await self._described(entry, call)
                 if call.alias is not None:
                     self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=modality), content)
-            except BaseException as error:  # cancellation included: the lease has no other owner
+            except BaseException as error:  # cancellation included: the pin has no other owner
                 entry.release()
                 if isinstance(error, InvalidRequest) and not isinstance(error, UuidConflict):
                     self._store.forget(content, call.salt)
@@ -158,8 +158,8 @@ class MediaLeases:
             self._end(call.media)
         return self._shown(record)
 
-    def lookup(self, ref: MediaRef) -> Lease[EncodedMedia]:
-        """Return a lease on the bytes of a reference to leased media, for its modality. The caller owns it. Raises
+    def lookup(self, ref: MediaRef) -> Pin[EncodedMedia]:
+        """Return a pin on the bytes of a reference to leased media, for its modality. The caller owns it. Raises
         UnknownMedia, and what `sniff` raises."""
         entry = self._found(ref.owner, ref.salt, leased_hash(ref.url or "")).entry
         if (found := self._store.described(entry.duplicate(), ref)) is None:
@@ -235,7 +235,7 @@ class MediaLeases:
                 earlier.push(reservation)
         raise MediaTooLarge(too_large)
 
-    async def _described(self, entry: Lease[EncodedMedia], call: PutMedia) -> LeasedMedia:
+    async def _described(self, entry: Pin[EncodedMedia], call: PutMedia) -> LeasedMedia:
         """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
         for damaged ones."""
         encoded = entry.value
@@ -268,8 +268,8 @@ class MediaLeases:
     def _shown(self, record: _Record) -> LeasedMedia:
         return msgspec.structs.replace(record.media, remaining_s=max(0.0, record.expires_at - self._clock()))
 
-    def _add(self, record: _Record, entry: Lease[EncodedMedia]) -> LeasedMedia:
-        """Lease an entry, or renew the lease on these media. Owns the lease of the arena from now on. Raises
+    def _add(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
+        """Lease an entry, or renew the lease on these media. Owns the pin from now on. Raises
         MediaLeasesFull."""
         if (earlier := self._leased.get(record.media.hash)) is not None:
             entry.release()
@@ -281,7 +281,7 @@ class MediaLeases:
             raise
         return self._put(record, entry)
 
-    def _put(self, record: _Record, entry: Lease[EncodedMedia]) -> LeasedMedia:
+    def _put(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
         media = record.media.hash
         self._records.write(bytes.fromhex(media), msgspec.msgpack.encode(record))
         if (earlier := self._leased.get(media)) is not None:

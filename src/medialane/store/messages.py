@@ -443,10 +443,10 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Question = SendData | ImageSize
 LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
-Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
+StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Found = ItemFound | ItemDescribed | EmbeddingFound | NoEmbedding | AliasResolved | EntriesHeld | EntriesPulled
 Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
-ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
+ToStore = StoreHello | StoreCall | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from cachetools import LRUCache
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Pin
 from medialane.media import MediaConfig
 from medialane.media.data_url import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage, pixmap_header, read_published
 from medialane.media.http_cache import url_key
@@ -81,13 +81,13 @@ class PublishedImages:
         """
         if len(self._holding) >= _MAX_HELD:
             raise Unavailable("too many published images have not been read yet")
-        if (lease := self._arena.share(entry)) is None:
+        if (pin := self._arena.share(entry)) is None:
             raise Unavailable("the image is no longer held")
         try:
-            tensors = lease.value.tensors if isinstance(lease.value, Feature) else ()
-            image = await self._publish(lease, tensors)
-        except BaseException:  # cancellation included: the lease has no other owner
-            lease.release()
+            tensors = pin.value.tensors if isinstance(pin.value, Feature) else ()
+            image = await self._publish(pin, tensors)
+        except BaseException:  # cancellation included: the pin has no other owner
+            pin.release()
             raise
         return image
 
@@ -97,7 +97,7 @@ class PublishedImages:
             task.cancel()
         await asyncio.gather(*self._holding, return_exceptions=True)
 
-    async def _publish(self, lease: Lease[Cached | None], tensors: Sequence[TensorDescriptor]) -> bytes:
+    async def _publish(self, pin: Pin[Cached | None], tensors: Sequence[TensorDescriptor]) -> bytes:
         match [tensor.spec for tensor in tensors]:
             case [TensorSpec("uint8", (height, width, 3))]:
                 pass
@@ -114,7 +114,7 @@ class PublishedImages:
         def end(_: object) -> None:  # also of a task that is cancelled before its first step
             self._holding.discard(task)
             published.completed.cancel()
-            lease.release()
+            pin.release()
 
         task.add_done_callback(end)
         return msgspec.json.encode(PublishedImage(msgspec.Raw(published.metadata.encode()), (height, width, 3)))

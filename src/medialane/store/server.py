@@ -14,18 +14,17 @@ from typing import TypeVar
 
 import msgspec
 
-from medialane.arena import Arena, Lease, Reservation, new_slot
+from medialane.arena import Arena, Pin, Reservation, new_slot
 from medialane.observability.logging import request_id
 from medialane.observability.timeline import RequestTimeline
 from medialane.runtime.tasks import TAKER
 from medialane.store.client_use import AbsentClients, ClientUse, UnknownEntry
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.items import Items, ItemSource, LeasedItem, Processing
+from medialane.store.items import Items, ItemSource, PinnedItem, Processing
 from medialane.store.messages import (
     PROTOCOL_VERSION,
     AliasResolved,
     AskLease,
-    Call,
     CallFailed,
     Cancel,
     DescribeItem,
@@ -60,6 +59,7 @@ from medialane.store.messages import (
     Reply,
     ResolveAlias,
     SendData,
+    StoreCall,
     StoreHello,
     StorePing,
     StoreRefused,
@@ -131,7 +131,7 @@ class StoreServer:
         self._processor = processor
         self._status = status
         self._sessions: dict[StoreSession, None] = {}
-        #: Those that are registered, by the client's id, the one that has connected first at first.
+        #: Registered clients by their id, in the order in which they have connected.
         self._clients: dict[str, StoreSession] = {}
         self.absent = AbsentClients(arena)
         self._on_damaged = on_damaged
@@ -298,7 +298,7 @@ class StoreSession:
         if TAKER.get():
             TAKER.set(f"{self._name}: passed with request {passed.request_id}")
         with suppress(HandoverFailed):
-            hold_ids = [self.use.hold(lease) for lease in self._share(passed.ranges)]
+            hold_ids = [self.use.hold(pin) for pin in self._share(passed.ranges)]
             embeddings = list(self._passed_embeddings(passed.embeddings))
             self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids, embeddings), at_once=True)
 
@@ -325,7 +325,7 @@ class StoreSession:
             return
         if not self.is_registered:
             raise ProtocolViolation(f"unexpected {type(message).__name__}")
-        if isinstance(message, Call):
+        if isinstance(message, StoreCall):
             self._start(message)
         else:
             self._act(message)
@@ -386,7 +386,7 @@ class StoreSession:
         self.connection.send(self._server.status())
         self.connection.start_heartbeat()
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: StoreCall) -> None:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id
@@ -409,7 +409,7 @@ class StoreSession:
     def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
         match call:
             case HoldEntries(call_id, ranges):
-                return EntriesHeld(call_id, [self.use.hold(lease) for lease in self._share(ranges)], ranges)
+                return EntriesHeld(call_id, [self.use.hold(pin) for pin in self._share(ranges)], ranges)
             case GrantPulls(call_id, ranges):
                 return PullsGranted(call_id, self._pulls.grant(ranges))
             case ResolveAlias(call_id, ref):
@@ -461,12 +461,12 @@ class StoreSession:
         put = partial(self._items.put, call.ref, call.described, call.specs, receive=receive, writer=self.slot)
         return self._found(call.call_id, await self._with_memory(put), RequestTimeline())
 
-    def _found(self, call_id: int, item: LeasedItem, timeline: RequestTimeline) -> Reply:
-        value = item.lease.value
+    def _found(self, call_id: int, item: PinnedItem, timeline: RequestTimeline) -> Reply:
+        value = item.pin.value
         return ItemFound(
             call_id,
-            self.use.hold(item.lease),
-            item.lease.range,
+            self.use.hold(item.pin),
+            item.pin.range,
             item.content_hash,
             item.is_hit,
             timeline.report(),
@@ -503,24 +503,24 @@ class StoreSession:
                     yield PassedEmbedding(one.key, hold_id, held.embedding.tensor, held.is_filled)
 
     def _share(self, ranges: Sequence[ArenaRange]) -> list[Hold]:
-        """Lease entries that their gateway holds. All or none: raises HandoverFailed."""
-        leases: list[Hold] = []
+        """Pin entries that their gateway holds. All or none: raises HandoverFailed."""
+        pins: list[Hold] = []
         for entry in ranges:
-            lease: Hold | None = self._arena.share(entry)
-            if lease is None and self._server.absent.is_taking_over:  # the gateway may connect after this client
-                lease = self._arena.claim(entry)
-            if lease is None:
-                for taken in leases:
+            pin: Hold | None = self._arena.share(entry)
+            if pin is None and self._server.absent.is_taking_over:  # the gateway may connect after this client
+                pin = self._arena.claim(entry)
+            if pin is None:
+                for taken in pins:
                     taken.release()
                 raise HandoverFailed("the request's media are no longer held")
-            leases.append(lease)
-        return leases
+            pins.append(pin)
+        return pins
 
     async def _pull(self, call: PullEntries) -> Reply:
         """Hold copies of the entries. All or none."""
-        leases = await self._with_memory(partial(self._pulls.pull, call.entries))
-        copies = [LocalCopy(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
-        return EntriesPulled(call.call_id, [self.use.hold(lease) for lease in leases], copies)
+        pins = await self._with_memory(partial(self._pulls.pull, call.entries))
+        copies = [LocalCopy(pin.range, self._pulls.mover_of(pin.range)) for pin in pins]
+        return EntriesPulled(call.call_id, [self.use.hold(pin) for pin in pins], copies)
 
     async def _with_memory(self, find: Callable[[], Awaitable[T]], *, may_wait: bool = True) -> T:
         """Return what `find` does, called again if memory is short and more is to come: none is reserved at first in an
@@ -543,7 +543,7 @@ class StoreSession:
                 else:
                     has_reclaimed = True
 
-    async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
+    async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Pin[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
         reservation = store.reserve(num_bytes, writer=self.slot)
         await self._written(call_id, reservation)

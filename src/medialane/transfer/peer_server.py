@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Pin
 from medialane.transfer.mover import Mover
 from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
@@ -190,29 +190,29 @@ class PeerServer:
         """Hold the entry until the peer closes it. If that fails, until the connection is closed: the kernel may still
         send what it refers to."""
         try:
-            lease = self._lease(entry)
+            pin = self._pin(entry)
         except HandoverFailed as error:
             async with asyncio.timeout(SMALL_SEND_TIMEOUT_S):
                 await connection.send(PeerRefused(to_report(error)))
             return
         try:
-            async with asyncio.timeout(longest_hold_s(lease.range.nbytes)):
-                await connection.send(_opened(lease.value, await self._offers(entry)))
-                await self._send_parts(connection, lease)
-        except BaseException:  # cancellation included: the lease has no other owner
-            connection.closed.add_done_callback(lambda _: lease.release())
+            async with asyncio.timeout(longest_hold_s(pin.range.nbytes)):
+                await connection.send(_opened(pin.value, await self._offers(entry)))
+                await self._send_parts(connection, pin)
+        except BaseException:  # cancellation included: the pin has no other owner
+            connection.closed.add_done_callback(lambda _: pin.release())
             connection.abort()
             raise
-        lease.release()
+        pin.release()
         async with asyncio.timeout(SMALL_SEND_TIMEOUT_S):
             await connection.send(EntryClosed())
 
-    async def _send_parts(self, connection: PeerConnection, lease: Lease[Cached | None]) -> None:
-        payload_bytes = lease.range.nbytes - ENTRY_HEADER_BYTES
+    async def _send_parts(self, connection: PeerConnection, pin: Pin[Cached | None]) -> None:
+        payload_bytes = pin.range.nbytes - ENTRY_HEADER_BYTES
         while True:
             match message := await connection.receive(decode_to_source):
                 case SendPayload(start, stop) if 0 <= start <= stop <= payload_bytes:
-                    offset = lease.range.offset + ENTRY_HEADER_BYTES + start
+                    offset = pin.range.offset + ENTRY_HEADER_BYTES + start
                     await connection.send_file(self._file, offset, stop - start)
                 case SendPayload():
                     raise ProtocolViolation("the part is not one of the payload")
@@ -221,14 +221,14 @@ class PeerServer:
                 case _:
                     raise _unexpected(message)
 
-    def _lease(self, entry: RemoteEntry) -> Lease[Cached | None]:
+    def _pin(self, entry: RemoteEntry) -> Pin[Cached | None]:
         """Raises HandoverFailed."""
         if self.capabilities is None:
             raise HandoverFailed("the store is stopping")
         self.capabilities.check(entry)
-        if (lease := self._arena.claim(entry.range)) is None:
+        if (pin := self._arena.claim(entry.range)) is None:
             raise HandoverFailed("the entry is no longer in its store")
-        return lease
+        return pin
 
     async def _offers(self, entry: RemoteEntry) -> Mapping[str, bytes]:
         offers, mover = {"tcp": b""}, self._mover

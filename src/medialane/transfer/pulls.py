@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import msgspec
 from cachetools import LRUCache
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Pin, Reservation
 from medialane.runtime.tasks import SingleFlight
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
 from medialane.transfer.peer_messages import PROTOCOL, longest_pull_s
@@ -103,8 +103,8 @@ class Pulls:
         self._health = MoverHealth()
         self._peers = Peers(arena.id, authentication, max_streams=max_streams, min_part_bytes=min_part_bytes)
         self._server = PeerServer(arena, authentication, mover, prefers_mover=prefers_mover)
-        self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
-            share=Lease.duplicate, release=Lease.release
+        self._pulling: SingleFlight[tuple[EntryKind, str], Pin[Cached]] = SingleFlight(
+            share=Pin.duplicate, release=Pin.release
         )
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._quarantine: set[asyncio.Task[None]] = set()
@@ -153,17 +153,17 @@ class Pulls:
         """Return the right to copy entries that a client holds. Raises HandoverFailed."""
         return [self._grant(held) for held in ranges]
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> list[Lease[Cached]]:
-        """Return leases on our copies of the entries, all or none. An entry is copied unless one of its key is here, or
-        on the way. The caller owns the leases. Raises TransferFailed, ArenaFull, MediaTooLarge."""
+    async def pull(self, entries: Sequence[RemoteEntry]) -> list[Pin[Cached]]:
+        """Return pins on our copies of the entries, all or none. An entry is copied unless one of its key is here, or
+        on the way. The caller owns the pins. Raises TransferFailed, ArenaFull, MediaTooLarge."""
         pulling = [asyncio.ensure_future(self._pull_once(entry)) for entry in entries]
         try:
             return await asyncio.gather(*pulling)
-        except BaseException:  # cancellation included: the leases have no other owner
+        except BaseException:  # cancellation included: the pins have no other owner
             for task in pulling:
                 task.cancel()
             for result in await asyncio.gather(*pulling, return_exceptions=True):
-                if isinstance(result, Lease):
+                if isinstance(result, Pin):
                     result.release()
             raise
 
@@ -186,18 +186,18 @@ class Pulls:
             raise HandoverFailed("the request's media are no longer held")
         return capabilities.give(held, *key)
 
-    async def _pull_once(self, entry: RemoteEntry) -> Lease[Cached]:
+    async def _pull_once(self, entry: RemoteEntry) -> Pin[Cached]:
         if not ENTRY_HEADER_BYTES <= entry.range.nbytes <= ENTRY_HEADER_BYTES + self._arena.max_payload_bytes:
             raise MediaTooLarge("the entry is larger than this host's arena")
-        lease = cast("Lease[Cached] | None", self._arena.lookup(entry.key, entry.kind))
-        if lease is None:
-            lease = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
-        if lease.range.nbytes != entry.range.nbytes:
-            lease.release()
+        pin = cast("Pin[Cached] | None", self._arena.lookup(entry.key, entry.kind))
+        if pin is None:
+            pin = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
+        if pin.range.nbytes != entry.range.nbytes:
+            pin.release()
             raise TransferFailed("this host has another entry of the same key")
-        return lease
+        return pin
 
-    async def _pull(self, entry: RemoteEntry) -> Lease[Cached]:
+    async def _pull(self, entry: RemoteEntry) -> Pin[Cached]:
         mover, is_demanded = self._mover, entry.mover not in ("auto", "tcp")
         async with self._slots:
             deadline = time.monotonic() + (self._max_pull_s or longest_pull_s)(entry.range.nbytes)
@@ -210,7 +210,7 @@ class Pulls:
 
     async def _pull_by(
         self, mover: Mover, entry: RemoteEntry, deadline: float, *, is_demanded: bool
-    ) -> Lease[Cached] | None:
+    ) -> Pin[Cached] | None:
         """Return the copy; None if the mover is not usable at present or has failed, and tcp is to be used instead."""
         is_ready = mover.is_ready()  # if not, it starts while we connect, as it does at the source
         with ExitStack() as owned:
@@ -233,7 +233,7 @@ class Pulls:
             # The source has confirmed that it held the entry until the last byte was received.
             return self._arena.publish(reservation, entry.key, value)
 
-    async def _pull_by_tcp(self, entry: RemoteEntry, deadline: float) -> Lease[Cached]:
+    async def _pull_by_tcp(self, entry: RemoteEntry, deadline: float) -> Pin[Cached]:
         with self._reserve(entry) as reservation:
             try:
                 with reservation.buffer as payload:

@@ -28,7 +28,7 @@ from medialane.types.feature import MediaSpan
 from medialane.types.kv_events import BlockIds
 
 Words = NDArray[np.uint64]
-Places = NDArray[np.int64]
+Positions = NDArray[np.int64]
 
 #: The chain's multiplier: odd and 5 mod 8, like multipliers of linear congruential generators.
 _K: Final = 0xD1342543DE82EF95
@@ -51,7 +51,7 @@ def token_sums(tokens: NDArray[np.uint32], coefficients: Words) -> Words:
     return sums
 
 
-def add_media(sums: Words, block_size: int, *, offsets: Places, ends: Places, digests: Words) -> None:
+def add_media(sums: Words, block_size: int, *, offsets: Positions, ends: Positions, digests: Words) -> None:
     """Add to each block the items that overlap it, in the way of vLLM's `_gen_mm_extra_hash_keys`. Its edge cases
     matter where ranges overlap (audio inside its video): an item that extends past the block hides items after it, and
     nothing is added after the end of the last item. Items are sorted by offset."""
@@ -65,7 +65,7 @@ def add_media(sums: Words, block_size: int, *, offsets: Places, ends: Places, di
         hidden = max(hidden, (end - 1) // block_size)
 
 
-def add_overlaps(sums: Words, blocks: Places, digests: Words, offsets: Places) -> None:
+def add_overlaps(sums: Words, blocks: Positions, digests: Words, offsets: Positions) -> None:
     """Add items listed per block, with their offsets relative to the block. A block may have several."""
     np.add.at(sums, blocks, _fmix(digests + offsets.astype(np.uint64) * _C))
 

@@ -242,7 +242,8 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 
 
 class Hold(Protocol):
-    """A pin on an entry of the arena (`arena.Lease`): its bytes stay in place until `release`, called exactly once."""
+    """A claim on an entry of the arena, in the store an `arena.Pin`, at its clients a `StoreHold`: the bytes stay in
+    place until `release`, called exactly once."""
 
     def release(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Media that a client has sent once, to be referred to by later requests: `medialane:media/HASH`; and bounds of which
+"""Media that a client has sent once, to be referred to by later requests: `medialane:media/HASH`; and bounds in which
 each tenant has a share.
 
 The hash is one of content, owner and salt: it is the same on all hosts, and says nothing about what others have sent.

@@ -43,7 +43,7 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
         return f"ExpandedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"
 
 
-class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
+class UnexpandedPrompt(msgspec.Struct, frozen=True, tag="source"):
     """Prompt of the other stages: token ids whose placeholders are not expanded, and the items that the worker
     processes, in the order of their modality.
 
@@ -61,14 +61,14 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
         if STAGES[self.stage].is_processed:
             raise ValueError(f"a prompt of stage {self.stage} must be expanded")
 
-    def with_media(self, media: Sequence[MediaPayload]) -> SourcePrompt:
+    def with_media(self, media: Sequence[MediaPayload]) -> UnexpandedPrompt:
         return msgspec.structs.replace(self, media=tuple(media))
 
     def __repr__(self) -> str:
-        return f"SourcePrompt({len(self.token_ids)} tokens, {len(self.media)} items {self.stage})"
+        return f"UnexpandedPrompt({len(self.token_ids)} tokens, {len(self.media)} items {self.stage})"
 
 
-Prompt = ExpandedPrompt | SourcePrompt
+Prompt = ExpandedPrompt | UnexpandedPrompt
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):

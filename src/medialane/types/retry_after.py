@@ -9,7 +9,7 @@ from typing import Final
 
 MAX_RETRY_AFTER_S: Final = 120
 
-#: Weight of the newest in the moving mean of how long a place is taken: about the last twenty count.
+#: Weight of the newest in the moving mean of how long a permit is held: about the last twenty count.
 _NEWEST: Final = 0.1
 
 
@@ -47,8 +47,8 @@ class Outage:
         return retry_after(self.left_s)
 
 
-class Places:
-    """A limited number of places: who has one, for how long they are taken, and so when the next ones become free."""
+class Permits:
+    """A limited number of permits: who has one, for how long, and so when the next ones become free."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,26 +57,26 @@ class Places:
         self._promised = float("-inf")
 
     def take(self, key: Hashable) -> None:
-        """Note that `key` has a place. Idempotent."""
+        """Note that `key` has a permit. Idempotent."""
         self._taken.setdefault(key, self._clock())
 
     def free(self, key: Hashable) -> None:
-        """Note that `key` has no place any more. Idempotent."""
+        """Note that `key` has no permit any more. Idempotent."""
         if (since := self._taken.pop(key, None)) is not None:
             taken_s = self._clock() - since
             self._mean_s = taken_s if self._mean_s is None else self._mean_s + _NEWEST * (taken_s - self._mean_s)
 
     def withdraw(self, key: Hashable) -> None:
-        """Note that `key` was refused the place after all: how long it had it says nothing about others. Idempotent."""
+        """Note that `key` was refused after all: how long it had its permit says nothing about others. Idempotent."""
         self._taken.pop(key, None)
 
     @property
     def retry_after_s(self) -> int:
-        """When the next place is expected to become free."""
+        """When the next permit is expected to become free."""
         return retry_after(self._interval_s(self._clock()))
 
     def promise(self) -> int:
-        """Return the Retry-After of one who is refused: each is promised the next place that is expected to become
+        """Return the Retry-After of one who is refused: each is promised the next permit that is expected to become
         free, so that they come back one after the other."""
         now = self._clock()
         next_free = max(now, self._promised) + self._interval_s(now)
@@ -84,7 +84,7 @@ class Places:
         return retry_after(self._promised - now)
 
     def _interval_s(self, now: float) -> float:
-        """Return the expected time from one place that becomes free to the next."""
+        """Return the expected time from one permit that becomes free to the next."""
         if not self._taken:
             return 0.0
         oldest_s = now - next(iter(self._taken.values()))

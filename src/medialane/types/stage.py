@@ -2,7 +2,7 @@
 
 The transport is chosen separately (`gateway.request.handover_paths`). A new stage needs a row here, code that
 provides what it sends (`gateway.request.media`), and, if the worker has to do more than run the engine, code for that
-(`vllm_bridge.engine.source_prompt`).
+(`vllm_bridge.engine.unexpanded_prompt`).
 """
 
 from __future__ import annotations

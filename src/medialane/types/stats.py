@@ -17,8 +17,8 @@ ProcessKind = Literal["gateway", "worker", "encoder", "engine", "store", "forkse
 class ArenaStats(msgspec.Struct, frozen=True):
     """Usage of an arena and its cache lookups. Bytes are allocated bytes, including headers and padding.
 
-    free + writing + published = size; pinned is the part of published held by leases. encoded + decoded + processed
-    + embedded = writing + published.
+    free + writing + published = size; pinned is the part of published that has pins; `num_leases` counts the pins.
+    encoded + decoded + processed + embedded = writing + published.
     """
 
     size_bytes: int
@@ -87,7 +87,7 @@ class MediaLeaseStats(msgspec.Struct, frozen=True):
 
 
 class HoldRecord(msgspec.Struct, frozen=True):
-    """A lease or a reservation of an entry of the arena (`--debug-holds`): the entry's place, size, kind, key and
+    """A pin or a reservation of an entry of the arena (`--debug-holds`): the entry's place, size, kind, key and
     state; for whom it was taken (client, call, request), by which calls, innermost first; its age in seconds."""
 
     offset: int

@@ -51,9 +51,8 @@ from medialane.wire.protocol import (
     decode_to_worker,
 )
 from medialane.wire.security import Authentication, Security
-from medialane.worker.handler import Handler
 from medialane.worker.reports import PendingWorkRelay, SessionReports
-from medialane.worker.requests import SessionCalls, SessionRequests
+from medialane.worker.requests import Handler, SessionCalls, SessionRequests
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from medialane.wire.protocol import (
     ReportRequest,
     ResyncBlocks,
 )
-from medialane.worker.handler import Handler
+from medialane.worker.requests import Handler
 
 #: Changes of load within this time are reported together.
 LOAD_REPORT_DELAY_S = 0.02
@@ -216,7 +216,6 @@ class BlockFeed:
         self._num_waiting = 0
         self._stale = True
         self._is_sending = False
-        self.num_snapshots = 0
 
     def push(self, change: KvChange) -> None:
         """Queue a change."""
@@ -263,7 +262,6 @@ class BlockFeed:
     def _begin(self) -> None:
         held = self._held()
         self._stale = False
-        self.num_snapshots += 1
         self._pieces.extend(self._snapshot(rank, ids) for rank, ids in held.items())
 
     def _changes(self, change: KvChange) -> Iterator[KvChange]:

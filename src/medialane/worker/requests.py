@@ -1,5 +1,5 @@
 """The requests of one gateway at the worker, one task each, from Submit to Released (`SessionRequests`); and its
-administrative calls and reads of metrics (`SessionCalls`).
+administrative calls and reads of metrics (`SessionCalls`). What the worker implements for them is `Handler`.
 
 A request's task is cancelled at most once: a second cancellation would interrupt the generator while it waits for the
 engine to release the request. Its last step sends Released, so in the same write as the final Output; its done
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 import msgspec
 
 from medialane.observability.logging import request_id, trace_id, trace_of
 from medialane.runtime.tasks import TAKER
-from medialane.types.admin import clears_encoder_cache
+from medialane.types.admin import AdminCall, AdminResult, clears_encoder_cache
 from medialane.types.errors import (
     ErrorReport,
     GenerationFailed,
@@ -33,8 +34,9 @@ from medialane.types.errors import (
     report_of,
     to_report,
 )
-from medialane.types.request import EncoderCard, EngineRequest, OutputDelta
-from medialane.types.retry_after import Places
+from medialane.types.kv_events import KvChange
+from medialane.types.request import EncoderCard, EngineRequest, OutputDelta, WorkerLoad
+from medialane.types.retry_after import Permits
 from medialane.types.stats import MetricChanges
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
@@ -46,14 +48,15 @@ from medialane.wire.protocol import (
     Command,
     Drain,
     Failed,
+    Hello,
     MetricValues,
     Output,
     ReadMetrics,
     Released,
     Submit,
     UnreadableSubmit,
+    Welcome,
 )
-from medialane.worker.handler import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ class SessionRequests:
         self._tasks = tasks
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
-        self._places = Places()
+        self._permits = Permits()
         self._stopping = False
         self.payload = IncomingPayload(config.max_frame_bytes)
 
@@ -156,7 +159,7 @@ class SessionRequests:
             raise WorkerDraining("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
-            raise WorkerBusy(message, retry_after_s=self._places.promise())
+            raise WorkerBusy(message, retry_after_s=self._permits.promise())
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:
         self._connection.send(Failed(request_id, to_report(error)))
@@ -166,7 +169,7 @@ class SessionRequests:
     def _start(self, running: _Running) -> None:
         request_id = running.request.request_id
         self._running[request_id] = running
-        self._places.take(request_id)
+        self._permits.take(request_id)
         self._request_ids.add(request_id)
         running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
         running.task.add_done_callback(lambda _: self._ended(running))
@@ -186,8 +189,8 @@ class SessionRequests:
             if not running.finished:
                 raise GenerationFailed("the engine ended the output before it was finished")
         except WorkerBusy as error:  # it had no place, and waits for a running one
-            self._places.withdraw(running.request.request_id)
-            self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._places.promise())))
+            self._permits.withdraw(running.request.request_id)
+            self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._permits.promise())))
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
             self._fail(running, report_of(error, "request"))
         self._released(running)
@@ -217,7 +220,7 @@ class SessionRequests:
         if self._running.get(request_id) is not running:
             return
         del self._running[request_id]
-        self._places.free(request_id)
+        self._permits.free(request_id)
         self._request_ids.discard(request_id)
         self._connection.send(Released(request_id))
         self._on_change()
@@ -301,3 +304,77 @@ class SessionCalls:
         for piece in pieces:
             self._send(MetricValues(piece, more=True))
         self._send(MetricValues(MetricChanges()))
+
+
+class Handler(Protocol):
+    """The interface that a worker implements for its connections; called from the event loop only. Request ids are
+    unique across connections."""
+
+    @property
+    def encoder(self) -> EncoderCard | None:
+        """The engine's encoder now: an administrative call may replace the card's."""
+        ...
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine hangs: requests are better sent to another worker."""
+        ...
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the worker stops, and takes no new requests."""
+        ...
+
+    @property
+    def has_unknown_blocks(self) -> bool:
+        """Whether the engine's KV blocks cannot be compared with prompts, so that none are reported."""
+        ...
+
+    async def register(self, hello: Hello) -> Welcome:
+        """Register a gateway whose version is ours and whose earlier requests are all released.
+
+        Raises MedialaneError to refuse it. Cancelled when the gateway disconnects or the timeout expires; the gateway
+        may then register again.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Stop: accept no new requests, and end when the running ones have ended, or after a timeout. Idempotent."""
+        ...
+
+    def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        """Run one request; the last delta is `finished`. Raises MedialaneError, before the first delta or later.
+
+        When the generator ends, the request's media are no longer read, and Released is sent to the gateway. It is
+        cancelled once, at any await, when the request is aborted or its gateway is lost, and may then take time to
+        release the media.
+        """
+        ...
+
+    def loads(self) -> Sequence[WorkerLoad]:
+        """Return the load of each data-parallel rank, in order. Must be cheap: called at every change."""
+        ...
+
+    def watch_arena(self, listener: Callable[[str | None], None]) -> Callable[[], None]:
+        """Call `listener` with the arena that the worker has mapped, now and after each change, until the returned
+        function is called."""
+        ...
+
+    def watch_blocks(self, listener: Callable[[KvChange], None]) -> Callable[[], None]:
+        """Call `listener` with each change of the engine's KV blocks until the returned function is called."""
+        ...
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        """Run `call` on the engine. Raises MedialaneError. Cancelled when the gateway disconnects; a call that has
+        started may still complete."""
+        ...
+
+    def metrics(self) -> Callable[[], list[MetricChanges]]:
+        """Return a reader of this process's metrics for one gateway. Each call of the reader returns the changes since
+        its last call. It may be called from any thread, but not concurrently."""
+        ...
+
+    def held_blocks(self) -> Mapping[int, Sequence[int]]:
+        """Return the block ids that each rank holds now, empty ranks included. Listeners have been called for all
+        earlier changes when it returns. The returned sequences do not change."""
+        ...

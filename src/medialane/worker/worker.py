@@ -1,4 +1,4 @@
-"""Handles gateway requests with the engine (implements `worker.handler.Handler`)."""
+"""Handles gateway requests with the engine (implements `worker.requests.Handler`)."""
 
 from __future__ import annotations
 

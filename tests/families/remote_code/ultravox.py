@@ -1,4 +1,4 @@
-"""A processor like Ultravox's: chunks of 30 s of Mel frames, of which eight encoded ones are one token."""
+"""A processor like Ultravox's: chunks of 30 s of Mel frames; eight encoded frames are one token."""
 
 import numpy as np
 import torch

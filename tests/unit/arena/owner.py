@@ -18,8 +18,8 @@ def main() -> None:
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20, directory=sys.argv[1]))
     reservation = arena.reserve(5)
     reservation.buffer[:] = b"hello"
-    with arena.keep(reservation, None) as lease:
-        sys.stdout.buffer.write(msgspec.json.encode(Ready(arena.id, arena.nonce, lease.range)) + b"\n")
+    with arena.keep(reservation, None) as pin:
+        sys.stdout.buffer.write(msgspec.json.encode(Ready(arena.id, arena.nonce, pin.range)) + b"\n")
         sys.stdout.flush()
         sys.stdin.read()
 

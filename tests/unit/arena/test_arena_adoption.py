@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, ClientSlot, FillWriter, Lineage, describe, layout, reap
-from medialane.arena.index import SLOT_BYTES, index_bytes
+from medialane.arena.index import ROW_BYTES, index_bytes
 from medialane.arena.layout import COMPLETED_WORD, GENERATION_WORD
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import ArenaFull, HandoverFailed
@@ -66,8 +66,8 @@ def content(arena, key, kind):
     """The bytes of a cached entry; None if there is none."""
     if not arena.contains(key, kind):
         return None
-    with arena.lookup(key, kind) as lease:
-        return set(bytes(arena.view.entry(lease.range)[64:]))
+    with arena.lookup(key, kind) as pin:
+        return set(bytes(arena.view.entry(pin.range)[64:]))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -104,8 +104,8 @@ def settle(arena):
 def test_next_owner_has_all_entries_with_their_values_and_bytes(arena, config):
     values = {}
     for key, kind, make in (("a", "processed", write), ("b", "encoded", write_encoded)):
-        with make(arena, key) as lease:
-            values[key, kind] = lease.value
+        with make(arena, key) as pin:
+            values[key, kind] = pin.value
     reservation, values["c", "embedded"] = reserve_embedding(arena, "c")
     with FillWriter.open(reservation.range, config.directory) as payload:
         payload[:] = fill("c") * 8
@@ -115,8 +115,8 @@ def test_next_owner_has_all_entries_with_their_values_and_bytes(arena, config):
     assert later.was_adopted
     assert (later.id, later.nonce) == (arena.id, arena.nonce)
     for (key, kind), value in values.items():
-        with later.lookup(key, kind) as lease:
-            assert lease.value == value
+        with later.lookup(key, kind) as pin:
+            assert pin.value == value
         assert content(later, key, kind) == set(fill(key))
     assert later.stats().free_bytes == stats.free_bytes
     assert later.stats().num_entries == 3
@@ -127,8 +127,8 @@ def test_generations_of_an_earlier_owner_are_not_used_again(arena, config):
     seen = set()
     for _ in range(3):
         for index in range(50):
-            with write(arena, f"{index}") as lease:
-                seen.add(lease.range.generation)
+            with write(arena, f"{index}") as pin:
+                seen.add(pin.range.generation)
             assert arena.evict(f"{index}")
         arena = next_owner(arena, config)
         settle(arena)
@@ -201,15 +201,15 @@ def test_client_claims_what_it_holds(arena, config):
     kept = arena.keep(arena.reserve(10), None)
     unclaimed = arena.keep(arena.reserve(10), None)
     later = next_owner(arena, config)
-    claimed = [later.claim(lease.range) for lease in (cached, kept)]
+    claimed = [later.claim(pin.range) for pin in (cached, kept)]
     later.end_takeover()
-    for lease in claimed:
-        assert later.view.entry(lease.range).nbytes == lease.range.nbytes
-        lease.release()
-    for lease in (cached, kept, unclaimed):
-        lease.release()
+    for pin in claimed:
+        assert later.view.entry(pin.range).nbytes == pin.range.nbytes
+        pin.release()
+    for pin in (cached, kept, unclaimed):
+        pin.release()
     assert later.claim(unclaimed.range) is None
-    assert later.claim(kept.range) is None, "freed with its last lease"
+    assert later.claim(kept.range) is None, "freed with its last pin"
     assert later.contains("a")
     assert later.stats().num_entries == 1
     later.close()
@@ -243,8 +243,8 @@ def test_ranges_that_were_being_written_are_neither_cached_nor_reused(arena, con
 
 
 def test_mapping_of_a_client_stays_valid_across_owners(arena, config, shm):
-    with write(arena, "a") as lease:
-        value = lease.value
+    with write(arena, "a") as pin:
+        value = pin.value
     view = ArenaView.open(arena.id, shm)
     later = next_owner(arena, config)
     assert set(bytes(view.tensor(value.tensors[0]))) == set(fill("a"))
@@ -263,7 +263,7 @@ def test_arena_full_of_tiny_entries_is_taken_over_after_kill_9(shm):
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         num_entries, newest = map(int, process.stdout.readline().split())
         process.kill()
-    assert num_entries == index_bytes(size_bytes) // SLOT_BYTES - 2
+    assert num_entries == index_bytes(size_bytes) // ROW_BYTES - 2
     later = Arena.open(ArenaConfig(size_bytes=size_bytes, directory=shm), lineage=full_owner.LINEAGE)
     assert later.was_adopted
     settle(later)
@@ -279,18 +279,18 @@ def test_arena_full_of_tiny_entries_is_taken_over_after_kill_9(shm):
 
 
 def test_tiny_entries_that_are_held_leave_no_place(arena):
-    leases = []
+    pins = []
     with pytest.raises(ArenaFull):
-        leases.extend(write(arena, f"{index}", 10) for index in range(index_bytes(16 * PART) // SLOT_BYTES))
+        pins.extend(write(arena, f"{index}", 10) for index in range(index_bytes(16 * PART) // ROW_BYTES))
     free_bytes = arena.stats().free_bytes
     with pytest.raises(ArenaFull):
         arena.reserve(10)
     assert arena.stats().free_bytes == free_bytes
-    leases[0].release()
+    pins[0].release()
     write(arena, "next", 10).release()
     assert not arena.contains("0")
-    for lease in leases[1:]:
-        lease.release()
+    for pin in pins[1:]:
+        pin.release()
 
 
 def test_file_is_spared_while_a_client_or_its_keeper_lives(arena, config, shm, tmp_path):
@@ -307,8 +307,8 @@ def test_file_is_spared_while_a_client_or_its_keeper_lives(arena, config, shm, t
 
 def test_damaged_header_of_a_cached_entry_is_no_freed_entry(arena, config):
     """Its bytes would be reused while a client reads them."""
-    with write(arena, "a") as lease:
-        arena.view.words[lease.range.offset // 8 + GENERATION_WORD] ^= 1 << 40
+    with write(arena, "a") as pin:
+        arena.view.words[pin.range.offset // 8 + GENERATION_WORD] ^= 1 << 40
     later = next_owner(arena, config)
     assert not later.was_adopted
     later.close()
@@ -440,7 +440,7 @@ def test_owner_may_be_killed_at_any_moment(arena, config, shm, act):
 def damaged_bytes(arena, ranges):
     """Offsets of what the next owner reads: file header, index, headers and records of entries."""
     index = arena.view.size_bytes
-    offsets = [*range(128), *range(index, index + SLOT_BYTES * (len(ranges) + 2))]
+    offsets = [*range(128), *range(index, index + ROW_BYTES * (len(ranges) + 2))]
     for range_ in ranges:
         end = range_.offset + (range_.nbytes + 63) // 64 * 64
         offsets += [*range(range_.offset, range_.offset + 32), *range(end, end + 256)]
@@ -451,8 +451,8 @@ def test_damage_is_detected_or_harmless(arena, config, shm):
     """One bit of each byte that is read, flipped before the take-over: at worst there is a new arena."""
     ranges = {}
     for key, make, kind in (("a", write, "processed"), ("b", write_encoded, "encoded"), ("c", write, "processed")):
-        with make(arena, key) as lease:
-            ranges[key, kind] = lease.range
+        with make(arena, key) as pin:
+            ranges[key, kind] = pin.range
     good, name = arena.path.read_bytes(), arena.path.name
     offsets = damaged_bytes(arena, ranges.values())
     random_bits = random.Random(25)
@@ -470,10 +470,10 @@ def test_damage_is_detected_or_harmless(arena, config, shm):
         if later.was_adopted:
             for (key, kind), range_ in ranges.items():
                 assert content(later, key, kind) in (None, set(fill(key)))
-                lease = later.claim(range_)
-                assert (lease is not None) == later.contains(key, kind), "an entry is there as a whole, or not at all"
-                if lease is not None:
-                    lease.release()
+                pin = later.claim(range_)
+                assert (pin is not None) == later.contains(key, kind), "an entry is there as a whole, or not at all"
+                if pin is not None:
+                    pin.release()
         num_new += not later.was_adopted
         later.close()
         for left in folder.iterdir():
@@ -492,7 +492,7 @@ class Owners(RuleBasedStateMachine):
         self.config = ArenaConfig(size_bytes=16 * PART, directory=self.shm)
         self.arena = Arena.open(self.config, lineage=LINEAGE)
         self.num_made = 0
-        self.leases = {}  # by key
+        self.pins = {}  # by key
         self.writing = {}
         self.cached = {}
 
@@ -501,12 +501,12 @@ class Owners(RuleBasedStateMachine):
         self.num_made += 1
         key = f"key {self.num_made}"
         with suppress(ArenaFull):
-            lease = write(self.arena, key, num_bytes)
-            self.cached[key] = lease.range
+            pin = write(self.arena, key, num_bytes)
+            self.cached[key] = pin.range
             if hold:
-                self.leases[key] = lease
+                self.pins[key] = pin
             else:
-                lease.release()
+                pin.release()
 
     @rule()
     def start_writing(self):
@@ -521,42 +521,42 @@ class Owners(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data):
-        if self.leases:
-            self.leases.pop(data.draw(st.sampled_from(sorted(self.leases)))).release()
+        if self.pins:
+            self.pins.pop(data.draw(st.sampled_from(sorted(self.pins)))).release()
 
     @rule()
     def kill(self):
         known = {key for key in self.cached if self.arena.contains(key)}
-        before, held, writing = self.arena, self.leases, self.writing
+        before, held, writing = self.arena, self.pins, self.writing
         num_entries = before.stats().num_entries
         before.close(keep=True)
         self.arena = Arena.open(self.config, lineage=LINEAGE)
         assert self.arena.was_adopted
         assert {key for key in self.cached if self.arena.contains(key)} == known
         assert self.arena.stats().num_entries == num_entries
-        self.leases = {key: self.arena.claim(lease.range) for key, lease in held.items()}
-        assert None not in self.leases.values()
+        self.pins = {key: self.arena.claim(pin.range) for key, pin in held.items()}
+        assert None not in self.pins.values()
         self.writing = {each.writer: each.reservation for each in self.arena.unfinished()}
         assert {n: r.range for n, r in self.writing.items()} == {n: r.range for n, r in writing.items()}
         self.arena.end_takeover()
-        for lease in held.values():
-            lease.release()
+        for pin in held.values():
+            pin.release()
         for reservation in writing.values():
             reservation.abandon()
 
     @invariant()
     def held_bytes_are_in_place(self):
-        for key, lease in self.leases.items():
-            assert set(bytes(self.arena.view.entry(lease.range)[64:])) == set(fill(key))
+        for key, pin in self.pins.items():
+            assert set(bytes(self.arena.view.entry(pin.range)[64:])) == set(fill(key))
 
     @invariant()
     def every_byte_is_accounted_for(self):
         stats = self.arena.stats()
         assert stats.free_bytes + stats.writing_bytes + stats.published_bytes == stats.size_bytes
-        assert (stats.num_leases, stats.num_reservations) == (len(self.leases), len(self.writing))
+        assert (stats.num_leases, stats.num_reservations) == (len(self.pins), len(self.writing))
 
     def teardown(self):
-        for held in self.leases.values():
+        for held in self.pins.values():
             held.release()
         for reservation in self.writing.values():
             reservation.abandon()

@@ -31,7 +31,7 @@ def reader(arena, shm):
 
 
 def write(arena, key, fill, num_bytes=1000):
-    """Cache a feature of one tensor full of `fill`; returns its lease."""
+    """Cache a feature of one tensor full of `fill`; returns its pin."""
     specs = [TensorSpec("uint8", (num_bytes,))]
     reservation = arena.reserve(layout(specs)[1])
     reservation.buffer[:] = bytes([fill]) * num_bytes
@@ -51,31 +51,31 @@ def read(view, feature):
 
 def test_reader_sees_what_was_published(arena, reader):
     assert reader.nonce == arena.nonce
-    with write(arena, "a", 7) as lease:
-        assert read(reader, lease.value) == {7}
-        assert read(arena.view, lease.value) == {7}
+    with write(arena, "a", 7) as pin:
+        assert read(reader, pin.value) == {7}
+        assert read(arena.view, pin.value) == {7}
 
 
 def test_feature_outlives_its_request(arena, reader):
     write(arena, "a", 7).release()
     assert arena.contains("a")
-    with arena.lookup("a") as lease:
-        assert read(reader, lease.value) == {7}
+    with arena.lookup("a") as pin:
+        assert read(reader, pin.value) == {7}
     assert arena.lookup("b") is None
     assert (arena.stats().num_hits, arena.stats().num_misses) == (1, 1)
 
 
 def test_descriptor_of_an_evicted_feature_is_stale_before_reuse(arena, reader):
-    with write(arena, "a", 7) as lease:
-        feature = lease.value
+    with write(arena, "a", 7) as pin:
+        feature = pin.value
     assert arena.evict("a")
     with pytest.raises(HandoverFailed):
         reader.tensor(feature.tensors[0])
-    with write(arena, "b", 8) as lease:
-        assert lease.range.offset == feature.tensors[0].range.offset
+    with write(arena, "b", 8) as pin:
+        assert pin.range.offset == feature.tensors[0].range.offset
         with pytest.raises(HandoverFailed):
             reader.tensor(feature.tensors[0])
-        assert read(reader, lease.value) == {8}
+        assert read(reader, pin.value) == {8}
 
 
 def test_leased_feature_survives_a_full_arena(arena, reader):
@@ -88,12 +88,12 @@ def test_leased_feature_survives_a_full_arena(arena, reader):
 
 
 def test_arena_full_of_leases_rejects_until_they_end(arena):
-    leases = [write(arena, f"{i}", i, 5 * MIB) for i in range(3)]
+    pins = [write(arena, f"{i}", i, 5 * MIB) for i in range(3)]
     with pytest.raises(ArenaFull) as caught:
         arena.reserve(5 * MIB)
     assert caught.value.status == 503
-    for lease in leases:
-        lease.release()
+    for pin in pins:
+        pin.release()
     arena.reserve(5 * MIB).abandon()
 
 
@@ -120,11 +120,11 @@ def test_second_publication_of_a_key_returns_the_first(arena, reader):
 def test_unkeyed_entry_is_never_cached(arena, reader):
     reservation = arena.reserve(5)
     reservation.buffer[:] = b"bytes"
-    lease = arena.keep(reservation, {"what": "encoded"})
-    assert bytes(reader.entry(lease.range)[64:]) == b"bytes"
-    assert lease.value == {"what": "encoded"}
-    worker = lease.duplicate()
-    lease.release()
+    pin = arena.keep(reservation, {"what": "encoded"})
+    assert bytes(reader.entry(pin.range)[64:]) == b"bytes"
+    assert pin.value == {"what": "encoded"}
+    worker = pin.duplicate()
+    pin.release()
     assert bytes(reader.entry(worker.range)[64:]) == b"bytes"
     worker.release()
     with pytest.raises(HandoverFailed):
@@ -136,8 +136,8 @@ def test_preparer_writes_into_its_assigned_range(arena, shm, reader):
     preparer = ArenaView.open(arena.id, shm, writable=True)
     reservation = arena.reserve(8)
     preparer.entry(reservation.range, writable=True)[64:] = b"12345678"
-    with arena.keep(reservation, None) as lease:
-        assert bytes(reader.entry(lease.range)[64:]) == b"12345678"
+    with arena.keep(reservation, None) as pin:
+        assert bytes(reader.entry(pin.range)[64:]) == b"12345678"
     preparer.close()
 
 
@@ -151,8 +151,8 @@ def test_range_of_an_abandoned_reservation_is_stale_immediately(arena, shm):
 
 
 def test_empty_payload_is_a_valid_entry(arena, reader):
-    with arena.keep(arena.reserve(0), None) as lease:
-        assert lease.range.nbytes == 64 == len(reader.entry(lease.range))
+    with arena.keep(arena.reserve(0), None) as pin:
+        assert pin.range.nbytes == 64 == len(reader.entry(pin.range))
     with pytest.raises(ValueError, match="-1"):
         arena.reserve(-1)
 
@@ -160,14 +160,14 @@ def test_empty_payload_is_a_valid_entry(arena, reader):
 def test_stats_account_for_every_byte(arena):
     used = 1024 + bytes_beside_payload(arena)
     writing = arena.reserve(1000)
-    leased = write(arena, "a", 1, 1000)
+    pinned = write(arena, "a", 1, 1000)
     write(arena, "b", 2, 1000).release()
     stats = arena.stats()
     assert (stats.writing_bytes, stats.pinned_bytes, stats.published_bytes) == (used, used, 2 * used)
     assert stats.free_bytes == stats.size_bytes - 3 * used == arena.size_bytes - 4096 - 3 * used
     assert (stats.num_reservations, stats.num_entries, stats.num_leases) == (1, 2, 1)
     writing.abandon()
-    leased.release()
+    pinned.release()
     assert arena.clear() == 2
     assert arena.stats().free_bytes == stats.size_bytes
 
@@ -175,7 +175,7 @@ def test_stats_account_for_every_byte(arena):
 def test_thousand_requests_leak_nothing(arena):
     descriptors = len(os.listdir("/proc/self/fd"))
     for index in range(1000):
-        with write(arena, f"{index % 7}", 1, 100_000 * (index % 5 + 1)) as lease, lease.duplicate():
+        with write(arena, f"{index % 7}", 1, 100_000 * (index % 5 + 1)) as pin, pin.duplicate():
             pass
     arena.clear()
     stats = arena.stats()
@@ -185,18 +185,18 @@ def test_thousand_requests_leak_nothing(arena):
 
 
 def test_closed_arena_allows_releases_but_no_new_entries(arena, shm, reader):
-    lease = write(arena, "a", 7)
+    pin = write(arena, "a", 7)
     reservation = arena.reserve(10)
     arena.close()
     arena.close()
     assert os.listdir(shm) == []
-    assert read(reader, lease.value) == {7}
+    assert read(reader, pin.value) == {7}
     with pytest.raises(RuntimeError, match="closed"):
         arena.reserve(10)
     with pytest.raises(RuntimeError, match="closed"):
         arena.keep(reservation, None)
     reservation.abandon()
-    lease.release()
+    pin.release()
     assert arena.clear() == 1
     assert arena.stats().free_bytes == arena.stats().size_bytes
 
@@ -204,11 +204,11 @@ def test_closed_arena_allows_releases_but_no_new_entries(arena, shm, reader):
 def test_entries_written_during_prefault_are_untouched_by_it(arena, reader):
     thread = threading.Thread(target=arena.prefault, args=(threading.Event(),))
     thread.start()
-    leases = [write(arena, f"{i}", i, MIB) for i in range(1, 15)]
+    pins = [write(arena, f"{i}", i, MIB) for i in range(1, 15)]
     thread.join()
-    for fill, lease in enumerate(leases, start=1):
-        assert read(reader, lease.value) == {fill}
-        lease.release()
+    for fill, pin in enumerate(pins, start=1):
+        assert read(reader, pin.value) == {fill}
+        pin.release()
 
 
 def test_growing_arena_uses_prefaulted_memory_only(config):
@@ -263,8 +263,8 @@ def test_features_whose_embedding_is_cached_are_evicted_first(arena):
         write(arena, key, 7, 4 * MIB).release()
     reservation = arena.reserve(8, "embedded")
     value = embedded("c", reservation.range)
-    with arena.publish(reservation, "key", value) as lease:
-        assert lease.value == value
+    with arena.publish(reservation, "key", value) as pin:
+        assert pin.value == value
     write(arena, "d", 7, 4 * MIB).release()
     assert [arena.contains(key) for key in "abcd"] == [True, True, False, True]
     with arena.lookup("key", "embedded") as found:
@@ -280,8 +280,8 @@ def test_trimmed_reservation_keeps_its_bytes_and_its_old_range_is_stale(arena, r
     assert bytes(reservation.buffer) == b"bytes"
     with pytest.raises(HandoverFailed):
         reader.entry(before)
-    with arena.keep(reservation, None) as lease:
-        assert bytes(reader.entry(lease.range)[64:]) == b"bytes"
+    with arena.keep(reservation, None) as pin:
+        assert bytes(reader.entry(pin.range)[64:]) == b"bytes"
     with pytest.raises(ValueError, match="released"):
         reservation.trim(1)
     assert arena.stats().free_bytes == arena.stats().size_bytes

@@ -57,7 +57,7 @@ def test_close_removes_the_file_exactly_once(file, shm):
     file.close()
     file.close()
     assert os.listdir(shm) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 3  # the lock's and those of two mappings
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3  # the lock's and two mappings'
 
 
 def test_failed_creation_leaves_no_file(config, shm):

@@ -1,4 +1,4 @@
-"""The record of who has taken leases and reservations."""
+"""The record of who has taken pins and reservations."""
 
 import pytest
 
@@ -20,12 +20,12 @@ def test_each_hold_is_recorded_with_its_taker_and_place_until_it_ends(arena):
     TAKER.reset(token)
     (writing,) = holds.records(10)
     assert (writing.state, writing.taker, writing.kind) == ("writing", "request 1", "processed")
-    lease = arena.keep(reservation, None)
-    second = lease.duplicate()
+    pin = arena.keep(reservation, None)
+    second = pin.duplicate()
     assert [record.state for record in holds.records(10)] == ["published", "published"]
-    assert {record.offset for record in holds.records(10)} == {lease.range.offset}
+    assert {record.offset for record in holds.records(10)} == {pin.range.offset}
     assert len(holds.records(1)) == 1
-    lease.release()
+    pin.release()
     second.release()
     assert holds.records(10) == ()
 

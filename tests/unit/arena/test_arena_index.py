@@ -8,7 +8,7 @@ import pytest
 
 from medialane.arena import index as index_module
 from medialane.arena.entries import State
-from medialane.arena.index import SLOT_BYTES, Index, Indexed
+from medialane.arena.index import ROW_BYTES, Index, Indexed
 from medialane.types.tensor import ArenaRange
 
 ARENA = "ab" * 16
@@ -86,7 +86,7 @@ def test_entry_that_changes_is_there_at_every_moment(data, later):
 
 
 def test_reader_may_be_killed_at_every_moment(data):
-    """Two slots of one entry, of which the next owner erases one: it is killed, too, and another one reads."""
+    """Two rows of one entry. The next owner erases one: it is killed, too, and another one reads."""
     index = over(data)
     index.load()
     index.put(entry(4, State.WRITING))
@@ -122,7 +122,7 @@ def test_no_flipped_bit_makes_another_entry(data):
     """Every bit of the slots in use, and of the words of the whole arena, by itself."""
     expected = load(data)
     num_rejected = 0
-    num_bits = SLOT_BYTES * 8 * 6
+    num_bits = ROW_BYTES * 8 * 6
     for bit in range(num_bits):
         data[bit // 8] ^= 1 << bit % 8
         assert is_harmless(data, expected), f"bit {bit}"
@@ -131,14 +131,14 @@ def test_no_flipped_bit_makes_another_entry(data):
         except ValueError:
             num_rejected += 1
         data[bit // 8] ^= 1 << bit % 8
-    assert num_rejected > 3 * SLOT_BYTES * 8
+    assert num_rejected > 3 * ROW_BYTES * 8
 
 
 def test_no_few_flipped_bits_make_another_entry(data):
     expected = load(data)
     chosen = random.Random(25)
     for _ in range(3000):
-        bits = [chosen.randrange(SLOT_BYTES * 8 * 6) for _ in range(chosen.randint(2, 5))]
+        bits = [chosen.randrange(ROW_BYTES * 8 * 6) for _ in range(chosen.randint(2, 5))]
         damaged = bytearray(data)
         for bit in bits:
             damaged[bit // 8] ^= 1 << bit % 8
@@ -146,7 +146,7 @@ def test_no_few_flipped_bits_make_another_entry(data):
 
 
 def test_next_owner_finds_as_many_entries_as_there_may_be():
-    data = bytearray(5 * SLOT_BYTES)
+    data = bytearray(5 * ROW_BYTES)
     index = over(data)
     for generation in range(1, index.max_entries + 1):
         index.use_generation(generation)
@@ -156,4 +156,4 @@ def test_next_owner_finds_as_many_entries_as_there_may_be():
 
 
 def test_index_of_a_large_arena_is_bounded():
-    assert index_module.index_bytes(1 << 40) == index_module.MAX_SLOTS * SLOT_BYTES
+    assert index_module.index_bytes(1 << 40) == index_module.MAX_ROWS * ROW_BYTES

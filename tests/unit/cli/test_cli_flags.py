@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from medialane.cli import serve, worker_command
-from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.settings import add_settings, given_settings
 from medialane.config import load_config, settings
 from medialane.types.errors import StartupFailed
 

@@ -103,7 +103,7 @@ def test_misplaced_vllm_flag_error_says_where_it_belongs(install, capsys):
         ("--worker", "--workers"),
         ("--allow_media_networks=10.0.0.0/8", "--allow-media-network"),
         ("--Admin-Key-Fil", "--admin-key-file"),
-        ("--cpus-per-workers", "--cpus-per-worker"),  # among those that --help-all shows
+        ("--cpus-per-workers", "--cpus-per-worker"),  # among the flags that --help-all shows
         ("--max-model-len", None),
         ("--nothing-of-the-kind", None),
     ],

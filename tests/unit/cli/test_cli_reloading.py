@@ -8,7 +8,7 @@ import signal
 import msgspec
 import pytest
 
-from medialane.cli.reloading import Reloading, SettingsChange, reloaded_by_hangup
+from medialane.cli.settings import Reloading, SettingsChange, reloaded_by_hangup
 from medialane.config import load_config
 from medialane.types.errors import InvalidRequest, StartupFailed
 from waiting import eventually

@@ -108,7 +108,7 @@ def test_several_models_are_served_behind_one_port(serve):
     text = served.stdout.read_text()
     assert "medialane serves 2 models at http://127.0.0.1:" in text
     assert "\n  vision: 1 worker\n  text: 1 worker\n" in text
-    for name in ("vision worker 0", "text worker 0", "router"):
+    for name in ("vision worker 0", "text worker 0", "name router"):
         assert f"{name}: ready after " in text
     url = re.search(r"(http://127\.0\.0\.1:\d+)/v1", text)[1]
     with pytest.raises(urllib.error.HTTPError) as answered:

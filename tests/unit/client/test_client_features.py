@@ -15,7 +15,7 @@ import torch
 
 from medialane import client
 from medialane.arena import describe, layout
-from medialane.store import LeasedItem, StoreServer, StoreStatus
+from medialane.store import PinnedItem, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.transfer import Pulls
 from medialane.types.errors import InvalidRequest, UnknownMedia
@@ -59,8 +59,8 @@ class OneFeature:
     async def feature(self, mm_hash):
         if mm_hash != KNOWN:
             raise UnknownMedia("unknown or expired feature")
-        lease = self._arena.lookup(mm_hash)
-        return LeasedItem(mm_hash, lease or self._made(mm_hash), is_hit=lease is not None)
+        pin = self._arena.lookup(mm_hash)
+        return PinnedItem(mm_hash, pin or self._made(mm_hash), is_hit=pin is not None)
 
     def _made(self, mm_hash):
         offsets, nbytes = layout(SPECS)

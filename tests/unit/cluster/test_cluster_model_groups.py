@@ -100,7 +100,7 @@ def test_names_are_those_of_the_table_unless_the_flags_say_otherwise(load):
         ("[models.a]\nworkers = -1", r"models\.a: "),
         ("[models.a]\nmodel = 3", "models.a: model must be a folder"),
         ("[models.a]\nflags = {}", "models.a: flags must be a list of words"),
-        ("[models.a]\nflags = '--api-key x'", "keys and tokens are those of all models"),
+        ("[models.a]\nflags = '--api-key x'", "keys and tokens are shared by all models"),
         ("[models.a]\nflags = '--ssl-keyfile x'", "--ssl-keyfile is for all models: give it after `--`"),
         ("models = 3", r"must have a table for each model: \[models\.NAME\]"),
         ("[models]\na = 3", r"must have a table for each model"),
@@ -131,7 +131,7 @@ def test_each_model_has_processes_of_its_own(specs):
     assert list(parts) == [
         "vision warm process", "vision store", "vision worker 0", "vision worker 1", "vision gateway",
         "org-text warm process", "org-text store", "org-text worker 0", "org-text gateway 0", "org-text gateway 1",
-        "router",
+        "name router",
     ]  # fmt: skip
     assert parts["vision store"].after == "vision warm process"
     assert parts["vision worker 1"].environ["OMP_NUM_THREADS"] == "2"  # three engines on seven cores
@@ -141,7 +141,7 @@ def test_each_model_has_processes_of_its_own(specs):
 
 def test_router_has_keys_and_knows_where_gateways_listen(specs, tmp_path):
     parts = specs(TWO)
-    router = parts["router"]
+    router = parts["name router"]
     assert router.environ["VLLM_API_KEY"] == "key"
     assert "HF_TOKEN" not in router.environ
     vision, text = json.loads((tmp_path / "run" / "models.json").read_bytes())
@@ -155,9 +155,9 @@ def test_router_has_keys_and_knows_where_gateways_listen(specs, tmp_path):
 
 def test_router_stops_after_the_gateways_and_terminates_tls(specs):
     parts = specs(TWO, vllm_args=["--ssl-keyfile", "k", "--ssl-certfile", "c", "--enforce-eager"])
-    assert parts["router"].layer < parts["vision gateway"].layer
-    assert "--ssl-keyfile" in parts["router"].argv
-    assert parts["router"].ready.url.startswith("https://")
+    assert parts["name router"].layer < parts["vision gateway"].layer
+    assert "--ssl-keyfile" in parts["name router"].argv
+    assert parts["name router"].ready.url.startswith("https://")
     assert "--ssl-keyfile" not in parts["vision gateway"].argv
     assert "--enforce-eager" in parts["vision gateway"].argv
 

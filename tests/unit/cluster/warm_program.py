@@ -1,6 +1,6 @@
 """A warm process without vLLM: `warm_program.py SOCKET [ONCE]`; while the file ONCE exists, which it makes, it takes
 long to start. Its forks print what they are as JSON, and wait for SIGTERM if
-their command is `stay`. Those of the commands `store` and `gateway` need the model, which takes a while to read."""
+their command is `stay`. The commands `store` and `gateway` need the model, which takes a while to read."""
 
 import json
 import os

@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.gateway import WorkerPool
-from medialane.gateway.administration import MAX_NAMED, administer
+from medialane.gateway.request.app_backend import MAX_NAMED, administer
 from medialane.testing.fake_worker import FakeLink
 from medialane.types.admin import (
     AddLora,
@@ -21,7 +21,7 @@ LOST = object()
 
 
 class Workers:
-    """Workers that give these answers; LOST are those that are not connected."""
+    """Workers that give these answers; LOST are not connected."""
 
     def __init__(self, *answers):
         self.links = [FakeLink(f"unix:/w{number}", admin_result=answer) for number, answer in enumerate(answers)]

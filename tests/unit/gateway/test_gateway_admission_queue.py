@@ -178,7 +178,7 @@ async def test_urgent_requests_do_not_starve_others():
     for _ in range(200 + 2 * 16):
         tasks.append(await resource.asking("urgent", priority=-1))
         await resource.serve()
-    assert "patient" in resource.served, "once those that were there before are served, one of sixteen is the oldest"
+    assert "patient" in resource.served, "once the earlier ones are served, one of sixteen is the oldest"
     await resource.serve(201)
     await asyncio.gather(*tasks)
 

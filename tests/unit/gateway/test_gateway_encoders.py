@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import Encoders, GatewayConfig, RequestRecord, ShmTransport, WorkerPool
+from medialane.gateway import Encoders, GatewayConfig, ShmTransport, WorkerPool
+from medialane.gateway.records import RequestRecord
 from medialane.observability import Metrics
 from medialane.routing import EncodeCosts, RoutingConfig
 from medialane.testing.fake_worker import FAKE_CARD, FakeLink

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from medialane.gateway import ExtractedMedia, References, RequestScope
+from medialane.gateway import References, RequestScope
 from medialane.gateway.http import ErrorSender, error_form
+from medialane.gateway.intake import ExtractedMedia
 from medialane.types.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
 from medialane.types.media import Alias, MediaRef
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.gateway.request.expansions import Expansions, Item, PromptPrefix
+from medialane.gateway.request.route import Expansions, Item, PromptPrefix
 from medialane.types.feature import MediaSpan
 
 IMAGE, VIDEO = 900, 901

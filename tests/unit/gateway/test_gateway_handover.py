@@ -41,7 +41,7 @@ class Media:
 
 
 class Passed:
-    """Records the ranges that are passed, and those that are granted."""
+    """Records the ranges that are passed, and the ranges that are granted."""
 
     def pass_on(self, ranges, *, to, request_id, wanted=()):
         self.ranges, self.wanted = ranges, wanted

@@ -27,8 +27,6 @@ from medialane.gateway import (
     Health,
     OperatorEndpoints,
     RecentRequests,
-    RequestRecord,
-    RequestView,
     ScopeMiddleware,
     WorkerPool,
     http_bounds,
@@ -36,6 +34,7 @@ from medialane.gateway import (
 )
 from medialane.gateway.http import error_form, is_from_this_machine, send_error
 from medialane.gateway.operators import GatewayView, RequestList, ServerState, own_part, whole_state
+from medialane.gateway.records import RequestRecord, RequestView
 from medialane.observability import Metrics
 from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report

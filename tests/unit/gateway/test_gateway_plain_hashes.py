@@ -33,7 +33,7 @@ NAMED = MediaRef("image", "c", alias=Alias("the client's name", "image"))
 
 
 class Features:
-    """Stands for `StoreFeatures`, with the encoded content of URLs and decoded images in an arena."""
+    """Stands for `StoreItems`, with the encoded content of URLs and decoded images in an arena."""
 
     def __init__(self, arena):
         self.arena = arena
@@ -44,17 +44,17 @@ class Features:
 
     async def encoded(self, ref, options, timeline, budget):
         self.asked.append(("encoded", ref.param))
-        lease = self._entry("encoded", ref, lambda found: EncodedMedia(ref.modality, "c", "video/mp4", found, 64, 22))
+        pin = self._entry("encoded", ref, lambda found: EncodedMedia(ref.modality, "c", "video/mp4", found, 64, 22))
         feature = Feature(ref.modality, "our key", b"", (), MediaSize())
-        return StagedItem(ref, feature, lease, media_type="video/mp4", content_hash="c")
+        return StagedItem(ref, feature, pin, media_type="video/mp4", content_hash="c")
 
     async def decoded(self, ref, options, timeline, budget):
         self.asked.append(("decoded", ref.param))
         specs = (TensorSpec("uint8", (2, 3, 3)),)
-        lease = self._entry(
+        pin = self._entry(
             "decoded", ref, lambda found: Feature("image", "our key", b"", describe(found, specs), MediaSize(3, 2))
         )
-        return StagedItem(ref, lease.value, lease, is_hit=False, content_hash="c")
+        return StagedItem(ref, pin.value, pin, is_hit=False, content_hash="c")
 
     def tensors(self, feature):
         return [

@@ -12,14 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from intakes import Intake
-from medialane.gateway import (
-    MAX_PENDING_BYTES,
-    Recorder,
-    RecordingConfig,
-    ScopeMiddleware,
-    current_scope,
-    parse_stand_in,
-)
+from medialane.gateway import Recorder, RecordingConfig, ScopeMiddleware, current_scope, parse_stand_in
+from medialane.gateway.records import MAX_PENDING_BYTES
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed
 from waiting import eventually

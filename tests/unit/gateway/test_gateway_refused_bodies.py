@@ -112,12 +112,28 @@ async def test_no_more_than_a_mebibyte_is_read_of_a_refused_body():
     assert sent < MAX_DISCARDED_BYTES + (16 << 20), "beyond what is read, only what the kernel's buffers take"
 
 
+@pytest.mark.parametrize("headers", [b"", b"connection: close\r\n"])
 @pytest.mark.parametrize("size", [1000, 500_000, MAX_DISCARDED_BYTES])
-async def test_body_of_a_mebibyte_is_sent_without_a_reset(size):
+async def test_body_of_a_mebibyte_is_sent_without_a_reset(size, headers):
     async with refusing() as port:
-        sent, answer = await asyncio.to_thread(send_all_then_read, port, size)
+        sent, answer = await asyncio.to_thread(send_all_then_read, port, size, headers)
     assert sent == size
     assert answer.startswith(b"HTTP/1.1 429")
+
+
+async def test_connection_that_ends_with_its_response_ends_when_the_body_is_received():
+    async with refusing() as port:
+
+        def until_closed():
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+                sock.sendall(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 10\r\n\r\n01234")
+                answer = sock.recv(1 << 16)
+                sock.sendall(b"56789")
+                return answer, sock.recv(1 << 16)
+
+        answer, rest = await asyncio.to_thread(until_closed)
+    assert answer.startswith(b"HTTP/1.1 429")
+    assert rest == b""
 
 
 async def test_client_that_closes_after_one_request_reads_the_answer():

@@ -38,8 +38,7 @@ class Gateway:
 
     async def _app(self, _scope, receive, send):
         await receive()
-        arrival = current_scope().arrival
-        self.flows.append(arrival and arrival.flow)
+        self.flows.append(current_scope().flow)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -63,7 +62,7 @@ class Gateway:
         return sent[0]["status"], code, dict(sent[0]["headers"]), is_read
 
     async def queue(self, *, is_media, number):
-        """Have so many requests wait, of which the engine begins one each second."""
+        """Have so many requests wait; the engine begins one of them each second."""
         body = WITH_URL if is_media else SMALL
         assert (await self.ask(body))[0] == 200
         flow = self.flows[-1]

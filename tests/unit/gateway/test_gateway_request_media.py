@@ -48,8 +48,8 @@ class Source:
         self._ask(kind, ref)
         feature, reservation = Feature("image", f"{kind} entry", b"", (), MediaSize(2, 1)), self.arena.reserve(10, kind)
         encoded = EncodedMedia("image", "content", "image/png", reservation.range, 64, 10)
-        lease = self.arena.publish(reservation, ref.param, encoded if kind == "encoded" else feature)
-        return StagedItem(ref, feature, lease, content_hash="content", **fields)
+        pin = self.arena.publish(reservation, ref.param, encoded if kind == "encoded" else feature)
+        return StagedItem(ref, feature, pin, content_hash="content", **fields)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ EMBEDDING = Embedding("key", describe(ArenaRange("a", 0, 128, 1), (TensorSpec("u
 
 
 class Encoded(Source):
-    """A source whose items have hashes of their own, of which some are found encoded the second time."""
+    """A source whose items have hashes of their own; of some an embedding is found the second time."""
 
     def __init__(self, arena, encoded):
         super().__init__(arena)
@@ -120,9 +120,9 @@ class Encoded(Source):
         self._ask(encoder, ref)
         is_encoded = ref.content is not None and ref.param in self.encoded_items
         feature = Feature("image", ref.param, b"", (), MediaSize(2, 1))
-        lease = self.arena.publish(self.arena.reserve(10, "processed"), f"{ref.param} {len(self.asked)}", feature)
+        pin = self.arena.publish(self.arena.reserve(10, "processed"), f"{ref.param} {len(self.asked)}", feature)
         found = msgspec.structs.replace(feature, embedding=EMBEDDING if is_encoded else None)
-        return StagedItem(ref, found, lease, is_hit=False, content_hash=f"content of {ref.param}")
+        return StagedItem(ref, found, pin, is_hit=False, content_hash=f"content of {ref.param}")
 
 
 async def test_items_that_were_encoded_meanwhile_are_found_by_content(source):

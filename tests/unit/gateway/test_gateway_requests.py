@@ -53,7 +53,7 @@ def test_items_have_their_own_steps_which_count_for_their_request():
     assert request.timeline.seconds.keys() == {"fetch"}
     assert request.timeline.started_at <= item.started_at <= item.timeline.steps[0].started_at <= item.ended_at
     item.mm_hash = HASH
-    request.encoded(HASH, time.perf_counter())
+    request.embedded(HASH, time.perf_counter())
     assert [step.name for step in item.timeline.steps] == ["fetch", "encode"]
 
 

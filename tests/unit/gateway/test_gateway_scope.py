@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from medialane.gateway import ExtractedMedia, current_scope, open_scope
+from medialane.gateway import current_scope, open_scope
+from medialane.gateway.intake import ExtractedMedia
 from medialane.types.errors import (
     ArenaFull,
     ClientDisconnected,

@@ -127,14 +127,14 @@ async def test_inline_sends_the_bytes_up_to_its_limit():
     reservation = arena.reserve(layout([SPEC])[1])
     (tensor,) = describe(reservation.range, [SPEC])
     arena.view.tensor(tensor, writable=True)[:] = bytes(range(250)) * 4
-    lease = arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
+    pin = arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
     timeline = RequestTimeline()
     (sent,) = await InlineTransport(arena.view.tensor, SPEC.nbytes).publish([payload(tensor)], timeline)
     assert bytes(sent.tensors[0].data) == bytes(range(250)) * 4
     assert timeline.copied_bytes == SPEC.nbytes
     with pytest.raises(HandoverFailed, match="1000 bytes of media exceed the limit of 999 bytes"):
         await InlineTransport(arena.view.tensor, SPEC.nbytes - 1).publish([payload(tensor)], timeline)
-    lease.release()
+    pin.release()
     del sent
     arena.close()
 

@@ -19,7 +19,7 @@ RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 
 
 class Gateways:
-    """Several gateways of a port; those that are `silent` do not answer the others."""
+    """Several gateways of a port; the `silent` ones do not answer the others."""
 
     def __init__(self):
         self.members = []

@@ -91,7 +91,7 @@ async def net(tmp_path):
 
 
 class Attempts(list):
-    """The addresses to which links have tried to connect; connecting to those of `errors` fails."""
+    """The addresses to which links have tried to connect; connecting to an address in `errors` fails."""
 
     def __init__(self):
         super().__init__()

@@ -46,7 +46,7 @@ def tensor_of(found) -> torch.Tensor:
     return torch.frombuffer(bytearray(found.data), dtype=getattr(torch, found.spec.dtype)).view(found.spec.shape)
 
 
-#: Those of vLLM's embeddings, and of grids.
+#: The types of vLLM's embeddings, and of grids.
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
 VALUES = torch.arange(24).view(4, 6) % 7

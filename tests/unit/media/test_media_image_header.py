@@ -220,7 +220,7 @@ def test_expensive_images_are_too_complex(data):
 
 
 def test_largest_size_in_an_avif_counts():
-    """A grid's own size stands among those of its tiles."""
+    """A grid's own size stands among its tiles' sizes."""
     data = encode("AVIF", (500, 300))
     at = data.index(b"ispe") + 16
     assert (

@@ -1,4 +1,4 @@
-"""Items are measured without being decoded, or by decoding them: their sizes are those of what `decode` returns."""
+"""Items are measured without being decoded, or by decoding them: their sizes are as in what `decode` returns."""
 
 import msgspec
 import numpy as np

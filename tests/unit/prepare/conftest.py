@@ -1,4 +1,4 @@
-"""A real arena with encoded media in it; a test that leaves a lease or a reservation fails. And ways to interfere with
+"""A real arena with encoded media in it; a test that leaves a pin or a reservation fails. And ways to interfere with
 a pool: what its preparers get, how they are forked, and whether they write the arena themselves."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 from preparer_pools import png, put
 
 from builders import checked_arena
-from medialane.arena import Arena, Cached, Lease, Reservation
+from medialane.arena import Arena, Cached, Pin, Reservation
 from medialane.prepare import forkserver_process
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
@@ -18,8 +18,8 @@ from medialane.types.media import EncodedMedia
 
 
 class InterferedArena(Arena):
-    """Calls those of `reserving` once each, from the last to the first, with what reserves the next range; and raises
-    those of `publish_errors` when entries are to be published."""
+    """Calls each of `reserving` once, from the last to the first, with what reserves the next range; and raises
+    `publish_errors` when entries are to be published."""
 
     def __init__(self, *file: object, **settings: object) -> None:
         super().__init__(*file, **settings)
@@ -30,7 +30,7 @@ class InterferedArena(Arena):
         reserve = partial(super().reserve, *size, **settings)
         return self.reserving.pop()(reserve) if self.reserving else reserve()
 
-    def publish(self, reservation: Reservation, key: str, value: Cached) -> Lease[Cached]:
+    def publish(self, reservation: Reservation, key: str, value: Cached) -> Pin[Cached]:
         if self.publish_errors:
             raise self.publish_errors.pop()
         return super().publish(reservation, key, value)
@@ -43,9 +43,9 @@ def arena() -> Iterator[InterferedArena]:
 
 
 @pytest.fixture
-def encoded(arena: Arena) -> Iterator[Lease[EncodedMedia]]:
-    with put(arena, png()) as lease:
-        yield lease
+def encoded(arena: Arena) -> Iterator[Pin[EncodedMedia]]:
+    with put(arena, png()) as pin:
+        yield pin
 
 
 @pytest.fixture

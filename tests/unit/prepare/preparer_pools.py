@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image as PILImage
 
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, Pin
 from medialane.media import MediaConfig
 from medialane.prepare import (
     PrepareConfig,
@@ -43,7 +43,7 @@ def forkserver_of(pid: int) -> int:
 
 
 def children() -> set[int]:
-    """Processes of which this one is the parent."""
+    """Child processes of this one."""
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
@@ -54,7 +54,7 @@ def png(width: int = 40, height: int = 30, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def put(arena: Arena, data: bytes) -> Lease[EncodedMedia]:
+def put(arena: Arena, data: bytes) -> Pin[EncodedMedia]:
     reservation = arena.reserve(len(data))
     reservation.buffer[:] = data
     encoded = EncodedMedia("image", content_hash(data), "image/png", reservation.range, ENTRY_HEADER_BYTES, len(data))

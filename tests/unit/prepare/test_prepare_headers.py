@@ -14,8 +14,8 @@ from medialane.types.media import MediaSize
 
 @pytest.fixture
 def encoded(arena):
-    with put(arena, png()) as lease:
-        yield lease
+    with put(arena, png()) as pin:
+        yield pin
 
 
 def options(**wanted) -> bytes:
@@ -28,8 +28,8 @@ async def test_size_of_an_item_is_measured_and_its_header_is_that_of_a_blank(are
         size = await pool.measure(encoded)
         described = await pool.describe_blank("image", size, b"{}")
         assert arena.stats().num_entries == entries
-        with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
-            feature = lease.value
+        with await pool.prepare_item(encoded, b"{}", "a" * 64) as pin:
+            feature = pin.value
     assert size == MediaSize(40, 30)
     assert described == Described(feature.header, feature.size)
 

@@ -59,8 +59,8 @@ def options(**wanted) -> bytes:
 async def test_item_becomes_a_published_feature_with_the_processors_tensors(arena, encoded):
     timeline = RequestTimeline()
     async with running(make_pool(arena)) as pool:
-        with await pool.prepare_item(encoded, b"{}", "a" * 64, timeline) as lease:
-            feature = lease.value
+        with await pool.prepare_item(encoded, b"{}", "a" * 64, timeline) as pin:
+            feature = pin.value
             pixels, shape = (arena.view.tensor(t) for t in feature.tensors)
             assert shape.cast("q").tolist() == [30, 40]
             assert np.frombuffer(pixels, np.float32).size == 30 * 40 * 3
@@ -74,10 +74,10 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
 @pytest.mark.usefixtures("_preparers_write")
 async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logged(arena, encoded, caplog):
     async with running(make_pool(arena)) as pool:
-        with await pool.prepare_item(encoded, options(scale=2.0, by_content=True), "a" * 64) as lease:
-            pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
+        with await pool.prepare_item(encoded, options(scale=2.0, by_content=True), "a" * 64) as pin:
+            pixels, _ = (arena.view.tensor(t) for t in pin.value.tensors)
             total = np.frombuffer(pixels, np.float32).sum(dtype=np.float64)
-            assert json.loads(lease.value.header) == {"sum": total / 2}
+            assert json.loads(pin.value.header) == {"sum": total / 2}
     assert "change other requests' media in shared memory" in caplog.text
 
 
@@ -86,9 +86,9 @@ async def test_large_tensors_are_copied_completely(arena, width, height):
     """By the event loop, or by a thread."""
     with put(arena, png(width, height, seed=9)) as encoded:
         async with running(make_pool(arena)) as pool:
-            with await pool.prepare_item(encoded, b"{}", "a" * 64) as lease:
-                assert (lease.value.nbytes > job_run.COPIED_AT_ONCE_BYTES) == (width > 1000)
-                pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
+            with await pool.prepare_item(encoded, b"{}", "a" * 64) as pin:
+                assert (pin.value.nbytes > job_run.COPIED_AT_ONCE_BYTES) == (width > 1000)
+                pixels, _ = (arena.view.tensor(t) for t in pin.value.tensors)
                 expected = np.random.default_rng(9).integers(0, 256, (height, width, 3), dtype=np.uint8)
                 assert np.array_equal(np.frombuffer(pixels, np.float32), expected.astype(np.float32).ravel())
 
@@ -112,19 +112,19 @@ def mapping_flags(pid: int) -> set[str]:
 async def test_without_options_an_item_is_only_decoded(arena):
     array = np.random.default_rng(3).integers(0, 256, (30, 40, 3), dtype=np.uint8)
     async with running(make_pool(arena)) as pool:
-        with put(arena, png(40, 30, seed=3)) as encoded, await pool.prepare_item(encoded, None, "d" * 64) as lease:
-            (tensor,) = lease.value.tensors
+        with put(arena, png(40, 30, seed=3)) as encoded, await pool.prepare_item(encoded, None, "d" * 64) as pin:
+            (tensor,) = pin.value.tensors
             assert (tensor.spec.dtype, tensor.spec.shape) == ("uint8", (30, 40, 3))
             assert bytes(arena.view.tensor(tensor)) == array.tobytes()
-            assert (lease.value.header, lease.value.size) == (b"", MediaSize(40, 30))
+            assert (pin.value.header, pin.value.size) == (b"", MediaSize(40, 30))
 
 
 async def test_two_preparers_work_concurrently(arena, encoded):
     async with running(make_pool(arena, num_preparers=2)) as pool:
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1), f"{n:064}")) for n in range(2)]
         await eventually(lambda: pool.stats().num_busy == 2)
-        for lease in await asyncio.gather(*jobs):
-            lease.release()
+        for pin in await asyncio.gather(*jobs):
+            pin.release()
         assert pool.stats().num_done == 2
 
 
@@ -153,9 +153,9 @@ async def test_innocent_item_survives_the_death_of_its_preparer(arena, encoded, 
             job = asyncio.create_task(pool.probe_item(encoded))
         await eventually(lambda: pool.stats().num_busy == 1)
         os.kill(pool.preparer_pids[0], signal.SIGKILL)
-        lease = await job
-        if lease is not None:
-            lease.release()
+        pin = await job
+        if pin is not None:
+            pin.release()
         stats = pool.stats()
         assert (stats.num_done, stats.num_failed, stats.num_restarts) == (1, 0, 1)
 
@@ -263,8 +263,8 @@ async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
 @pytest.mark.parametrize("header_bytes", [200_000, 2 << 20, MAX_HEADER_BYTES])
 async def test_header_up_to_the_limit_passes(arena, encoded, header_bytes):
     async with running(make_pool(arena)) as pool:
-        with await pool.prepare_item(encoded, options(header_bytes=header_bytes), "b" * 64) as lease:
-            assert len(lease.value.header) == header_bytes
+        with await pool.prepare_item(encoded, options(header_bytes=header_bytes), "b" * 64) as pin:
+            assert len(pin.value.header) == header_bytes
 
 
 async def test_header_over_the_limit_fails_only_its_job_by_name(arena, encoded):
@@ -331,8 +331,8 @@ async def test_job_over_the_queue_limit_is_rejected(arena, encoded):
         with pytest.raises(MediaOverloaded) as caught:
             await pool.prepare_item(encoded, b"{}", "f" * 64)
         assert caught.value.retry_after_s == 1
-        for lease in await asyncio.gather(*jobs):
-            lease.release()
+        for pin in await asyncio.gather(*jobs):
+            pin.release()
 
 
 async def test_refusal_says_how_long_the_queued_items_will_take(arena, encoded):
@@ -437,7 +437,7 @@ async def test_feature_larger_than_the_arena_is_rejected_permanently(arena, enco
         assert pool.stats().num_restarts == 0
 
 
-async def test_caller_cancelled_at_completion_leaks_no_lease(arena, encoded):
+async def test_caller_cancelled_at_completion_leaks_no_pin(arena, encoded):
     async with running(make_pool(arena)) as pool:
         for n in range(20):
             job = asyncio.create_task(pool.prepare_item(encoded, b"{}", f"{n:064}"))
@@ -485,8 +485,8 @@ async def test_preparer_that_has_opened_a_file_is_replaced_in_time_and_no_job_wa
         (unused,) = before & set(pool.preparer_pids)
         for number in range(20):  # busy all the time
             jobs = [pool.prepare_item(encoded, options(sleep_s=0.05), f"{number}{n:063}") for n in range(3)]
-            for lease in await asyncio.gather(*jobs):
-                lease.release()
+            for pin in await asyncio.gather(*jobs):
+                pin.release()
             if unused not in pool.preparer_pids:
                 break
         assert unused not in pool.preparer_pids
@@ -499,8 +499,8 @@ async def test_preparer_that_is_never_idle_is_replaced_in_time(arena, encoded):
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.05), f"{n:064}")) for n in range(60)]
         await eventually(lambda: pool.preparer_pids not in ((), (first,)))
         assert len(jobs) - pool.stats().num_done > 10, "while jobs are waiting"
-        for lease in await asyncio.gather(*jobs):
-            lease.release()
+        for pin in await asyncio.gather(*jobs):
+            pin.release()
 
 
 async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_predecessor(
@@ -706,8 +706,8 @@ async def test_jobs_wait_while_the_first_processor_is_loaded(arena, encoded):
     starting = asyncio.create_task(pool.start())
     await eventually(lambda: pool.degradation is not None)
     assert pool.degradation == "the model's processor is being loaded"
-    lease = await pool.prepare_item(encoded, b"{}", "a" * 64)
-    lease.release()
+    pin = await pool.prepare_item(encoded, b"{}", "a" * 64)
+    pin.release()
     await starting
     assert loaded == [dict(pool.processor_settings)]
     assert pool.degradation is None

@@ -1,4 +1,4 @@
-"""Fork servers that are forked with a processor that was built before, and those that are exec'ed instead."""
+"""Fork servers that are forked with a processor that was built before, and ones that are exec'ed instead."""
 
 import asyncio
 import os
@@ -26,10 +26,10 @@ def fork(kind: str) -> None:
 
 async def prepare(pool: PreparerPool, arena, number: int = 0) -> tuple[bytes, list[bytes]]:
     with put(arena, png(seed=number)) as encoded:
-        lease = await pool.prepare_item(encoded, b'{"scale": 3}', f"{number:064}")
-    with lease:
-        tensors = [bytes(arena.view.tensor(tensor)) for tensor in lease.value.tensors]
-        return lease.value.header, tensors
+        pin = await pool.prepare_item(encoded, b'{"scale": 3}', f"{number:064}")
+    with pin:
+        tensors = [bytes(arena.view.tensor(tensor)) for tensor in pin.value.tensors]
+        return pin.value.header, tensors
 
 
 def open_files(pid: int | str) -> int:

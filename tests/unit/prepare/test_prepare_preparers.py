@@ -68,8 +68,8 @@ async def two_jobs(arena, encoded, before_sending, settings=None, **second) -> A
 
 async def test_next_job_is_sent_before_tensors_are_copied(arena, encoded, sent):
     async with running(make_pool(arena)) as used:
-        for lease in await asyncio.gather(*(start(used, encoded, key) for key in (FIRST, SECOND, THIRD))):
-            lease.release()
+        for pin in await asyncio.gather(*(start(used, encoded, key) for key in (FIRST, SECOND, THIRD))):
+            pin.release()
     assert sent == ["ProcessItem", "ProcessItem", "FreeTensors", "ProcessItem", "FreeTensors", "FreeTensors"]
 
 
@@ -82,9 +82,9 @@ def large_png():
 async def test_next_job_waits_for_the_copy_of_large_tensors(sent, large_png):
     with checked_arena(128 << 20) as large_arena, put(large_arena, large_png) as large:
         async with running(make_pool(large_arena)) as used:
-            for lease in await asyncio.gather(start(used, large, FIRST), start(used, large, SECOND)):
-                assert lease.value.nbytes > job_run.OVERLAPPED_BYTES
-                lease.release()
+            for pin in await asyncio.gather(start(used, large, FIRST), start(used, large, SECOND)):
+                assert pin.value.nbytes > job_run.OVERLAPPED_BYTES
+                pin.release()
     assert sent == ["ProcessItem", "FreeTensors"] * 2
 
 
@@ -93,8 +93,8 @@ async def test_next_job_waits(request, arena, encoded, sent, reason):
     if reason == "preparers write":
         request.getfixturevalue("_preparers_write")
     async with running(make_pool(arena, max_jobs_per_preparer=reason == "last job")) as used:
-        for lease in await asyncio.gather(start(used, encoded, FIRST), start(used, encoded, SECOND)):
-            lease.release()
+        for pin in await asyncio.gather(start(used, encoded, FIRST), start(used, encoded, SECOND)):
+            pin.release()
     assert sent == ["ProcessItem", "Range" if reason == "preparers write" else "FreeTensors"] * 2
 
 
@@ -103,8 +103,8 @@ async def test_preparer_killed_with_two_jobs_fails_neither(arena, encoded, befor
         os.kill(copy.pid, signal.SIGKILL)
         await eventually(lambda: not is_running(copy.pid))
         copy.resume.set()
-        for lease in await asyncio.gather(*jobs):
-            lease.release()
+        for pin in await asyncio.gather(*jobs):
+            pin.release()
         stats = used.stats()
         assert (stats.num_done, stats.num_failed, stats.num_restarts) == (2, 0, 1)
 

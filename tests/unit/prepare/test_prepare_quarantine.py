@@ -90,7 +90,7 @@ async def test_item_that_computes_too_long_is_at_fault(arena, encoded, monkeypat
 
 
 async def test_neighbours_of_a_poisonous_item_are_prepared(arena, encoded):
-    """Those that wait behind it, and those that are copied while it is decoded; more often than it is tolerated."""
+    """Jobs that wait behind it, and jobs that are copied while it is decoded; more often than it is tolerated."""
     async with running(make_pool(arena)) as pool:
         for number in range(4):
             poison = [pool.prepare_item(encoded, b'{"fault": "kill"}', POISON) for _ in range(2)]

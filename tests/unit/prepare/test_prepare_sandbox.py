@@ -48,9 +48,9 @@ class TakenOver:
         self.num_tries += 1
         wanted = json.dumps({"attack": attack, "arguments": arguments}).encode()
         with put(self.arena, png()) as encoded:
-            lease = await self.pool.prepare_item(encoded, wanted, f"{self.num_tries:064}")
-        with lease:
-            return json.loads(lease.value.header)
+            pin = await self.pool.prepare_item(encoded, wanted, f"{self.num_tries:064}")
+        with pin:
+            return json.loads(pin.value.header)
 
 
 def missing_here_in_a_process():

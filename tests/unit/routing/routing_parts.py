@@ -8,10 +8,9 @@ from medialane.routing.block_index import PendingBlocks, longest
 from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
 from medialane.routing.policies import Choice, Policy
-from medialane.routing.prediction import Prediction, PredictionMonitor
-from medialane.routing.routed_request import RouterState
+from medialane.routing.routed_request import Prediction, PredictionMonitor, RouterState
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
-from medialane.types.retry_after import Places
+from medialane.types.retry_after import Permits
 
 __all__ = [
     "SEQUENCES",
@@ -49,7 +48,7 @@ class RouterParts:
             self.caches,
             self.predictions,
             {},
-            Places(clock=clock),
+            Permits(clock=clock),
         )
 
     def policy(self, name, *, seed=None):

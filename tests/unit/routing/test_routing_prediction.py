@@ -35,7 +35,7 @@ class World:
 
 @pytest.fixture
 def world(caplog):
-    caplog.set_level(logging.WARNING, "medialane.routing.prediction")
+    caplog.set_level(logging.WARNING, "medialane.routing.routed_request")
     return World()
 
 

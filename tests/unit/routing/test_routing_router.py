@@ -634,7 +634,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.clock = Clock()
         self.router = Router(clock=self.clock, seed=1)
         self.routed = []
-        self.joined = {}  # slot, and a number that tells a worker from those of its name before
+        self.joined = {}  # slot, and a number that tells a worker from earlier ones of its name
         self.instances = count()
 
     @rule(name=st.sampled_from("abc"))

@@ -93,7 +93,7 @@ async def test_no_await_follows_a_step_so_its_result_survives_cancellation():
 
     async def request():
         async with fairness.step(SMALL_BYTES):
-            taken.append("lease")
+            taken.append("step")
             asyncio.current_task().cancel()
         taken.append("kept")
         await asyncio.sleep(0)
@@ -101,7 +101,7 @@ async def test_no_await_follows_a_step_so_its_result_survives_cancellation():
     task = asyncio.create_task(request())
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert taken == ["lease", "kept"]
+    assert taken == ["step", "kept"]
 
 
 async def test_failed_and_cancelled_steps_admit_the_next_one():

@@ -8,7 +8,7 @@ from waiting import iterations
 
 
 class Work:
-    """Coroutines that end when told; `cancelled` are those that were cancelled."""
+    """Coroutines that end when told; `cancelled` are the cancelled ones."""
 
     def __init__(self):
         self.cancelled = []

@@ -41,7 +41,7 @@ async def test_worker_reports_start_reload_life_and_stop(manager, tmp_path):
         *(sys.executable, "-m", "medialane", *words),
         env=environ,
         stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,  # without a terminal, of which SIGHUP would mean the end
+        start_new_session=True,  # without a terminal, whose end SIGHUP would mean
     )
     try:
         await eventually(lambda: "READY=1" in manager(), "it is ready", START_S)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from handshakes import handshake
-from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Pin, layout
 from medialane.transfer import Mover, Pulls
 from medialane.transfer.peer_connection import PeerConnection
 from medialane.transfer.peer_messages import (
@@ -47,7 +47,7 @@ class Host:
         self.arena.close()
         assert (stats.num_leases, stats.num_reservations) == (0, 0)
 
-    def store(self, key: str, num_bytes: int = MIB) -> Lease[Feature]:
+    def store(self, key: str, num_bytes: int = MIB) -> Pin[Feature]:
         """Publish a feature of the bytes of `pattern`, in two tensors."""
         specs = (TensorSpec("uint8", (num_bytes - 100,)), TensorSpec("uint8", (100,)))
         offsets, size = layout(specs)
@@ -56,11 +56,11 @@ class Host:
         tensors = tuple(TensorDescriptor(s, reservation.range, o) for s, o in zip(specs, offsets, strict=True))
         return self.arena.publish(reservation, key, Feature("image", key, b"header", tensors, MediaSize(width=3)))
 
-    def grant(self, lease: Lease[Feature]) -> RemoteEntry:
-        return self.pulls.grant([lease.range])[0]
+    def grant(self, pin: Pin[Feature]) -> RemoteEntry:
+        return self.pulls.grant([pin.range])[0]
 
-    def payload(self, lease: Lease[Feature]) -> bytes:
-        return bytes(self.arena.view.entry(lease.range)[ENTRY_HEADER_BYTES:])
+    def payload(self, pin: Pin[Feature]) -> bytes:
+        return bytes(self.arena.view.entry(pin.range)[ENTRY_HEADER_BYTES:])
 
 
 def pattern(key: str, num_bytes: int) -> bytes:
@@ -109,9 +109,9 @@ class ScriptedSource:
         )
         self.address = self._listener.address
 
-    def entry(self, key: str, lease: Lease[Feature]) -> RemoteEntry:
-        """Return an entry that is like the one of `lease`, at this address."""
-        return RemoteEntry(lease.range, "processed", key, self.address, 0, b"")
+    def entry(self, key: str, pin: Pin[Feature]) -> RemoteEntry:
+        """Return an entry that is like the one of `pin`, at this address."""
+        return RemoteEntry(pin.range, "processed", key, self.address, 0, b"")
 
     async def ended(self) -> None:
         """Wait until all scripts have ended."""

@@ -10,8 +10,8 @@ from functools import cached_property
 import pytest
 
 from cable import Cable
-from medialane.arena import Arena, ArenaConfig, FillWriter, Lease, Lineage, layout
-from medialane.store import FindItem, ItemFound, LeasedItem, StoreEntries, StoreLink, StoreServer, StoreStatus
+from medialane.arena import Arena, ArenaConfig, FillWriter, Lineage, Pin, layout
+from medialane.store import FindItem, ItemFound, PinnedItem, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.transfer import Pulls
 from medialane.types.errors import ArenaFull
@@ -44,18 +44,18 @@ class PatternItems:
         #: An item without memory fails when this is set, as a fetch does after it has closed its connection.
         self.closed: asyncio.Event | None = None
 
-    async def find(self, source, form, processing) -> LeasedItem:
+    async def find(self, source, form, processing) -> PinnedItem:
         ref = source.ref
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
         if source.upload is not None:
-            lease = await source.upload(self)
-            return LeasedItem(ref.content, lease, is_hit=False)
-        lease = self._arena.lookup(ref.content)
+            pin = await source.upload(self)
+            return PinnedItem(ref.content, pin, is_hit=False)
+        pin = self._arena.lookup(ref.content)
         try:
-            return LeasedItem(ref.content, lease or self._make(ref.content), is_hit=lease is not None)
+            return PinnedItem(ref.content, pin or self._make(ref.content), is_hit=pin is not None)
         except ArenaFull:
             if self.closed is not None:
                 await self.closed.wait()
@@ -64,10 +64,10 @@ class PatternItems:
     def reserve(self, num_bytes: int, *, writer: int):
         return self._arena.reserve(num_bytes, writer=writer)
 
-    def publish(self, reservation, ref: MediaRef, content: str) -> Lease[Feature]:
+    def publish(self, reservation, ref: MediaRef, content: str) -> Pin[Feature]:
         return self._arena.publish(reservation, content, feature(content, reservation.range))
 
-    def _make(self, content: str) -> Lease[Feature]:
+    def _make(self, content: str) -> Pin[Feature]:
         reservation = self._arena.reserve(ITEM_BYTES)
         reservation.buffer[:] = pattern(content) * ITEM_BYTES
         return self.publish(reservation, None, content)

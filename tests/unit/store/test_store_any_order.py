@@ -351,7 +351,7 @@ class Holding(RuleBasedStateMachine):
             ),
             f"the store holds what its {len(self.clients)} clients hold",
             5,
-            more=lambda: f"{stats().num_leases} leases, {num_held} held",
+            more=lambda: f"{stats().num_leases} pins, {num_held} held",
         )
 
 

@@ -10,7 +10,7 @@ from medialane.types.errors import ProtocolViolation
 from medialane.types.tensor import ArenaRange
 
 
-class Lease:
+class Pin:
     def __init__(self) -> None:
         self.num_releases = 0
 
@@ -34,20 +34,20 @@ def no_claim(entry):
 
 
 def test_each_lease_is_released_once():
-    use, leases = ClientUse(), [Lease() for _ in range(3)]
-    first, second, _ = [use.hold(lease) for lease in leases]
+    use, pins = ClientUse(), [Pin() for _ in range(3)]
+    first, second, _ = [use.hold(pin) for pin in pins]
     use.release(first)
-    assert [lease.num_releases for lease in leases] == [1, 0, 0]
+    assert [pin.num_releases for pin in pins] == [1, 0, 0]
     use.end()
     use.end()
-    assert [lease.num_releases for lease in leases] == [1, 1, 1]
+    assert [pin.num_releases for pin in pins] == [1, 1, 1]
     assert first != second
     assert not len(use)
 
 
 def test_release_of_an_unknown_hold_is_a_violation():
     use = ClientUse()
-    held = use.hold(Lease())
+    held = use.hold(Pin())
     use.release(held)
     for unknown in (held, 99, -1):
         with pytest.raises(ProtocolViolation):
@@ -55,7 +55,7 @@ def test_release_of_an_unknown_hold_is_a_violation():
 
 
 def test_a_client_that_returns_keeps_only_what_it_names_and_has_stopped_writing():
-    use, kept, dropped, writing = ClientUse(), Lease(), Lease(), Reservation()
+    use, kept, dropped, writing = ClientUse(), Pin(), Pin(), Reservation()
     hold_id = use.hold(kept)
     use.hold(dropped)
     use.start_writing(writing)
@@ -66,9 +66,9 @@ def test_a_client_that_returns_keeps_only_what_it_names_and_has_stopped_writing(
 
 def test_ids_are_not_reused_after_a_return():
     use = ClientUse()
-    ids = {use.hold(Lease()) for _ in range(3)}
+    ids = {use.hold(Pin()) for _ in range(3)}
     use.keep_only({}, claim=no_claim)
-    assert use.hold(Lease()) not in ids
+    assert use.hold(Pin()) not in ids
 
 
 def test_the_writer_gets_its_reservation_back():

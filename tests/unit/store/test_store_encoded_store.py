@@ -51,10 +51,10 @@ def test_received_body_is_found_by_its_content(arena, store, declared):
     body = receive(store, BMP, declared=declared)
     assert body.finish(content_hash(BMP)) is None
     body.abandon()  # nothing any more
-    with store.lookup(image(), content_hash(BMP)) as lease:
-        assert store.bytes(lease.value) == BMP
-        assert (lease.value.media_type, lease.value.num_bytes) == ("image/bmp", len(BMP))
-        assert lease.range.nbytes == 64 + len(BMP), "what was too much was given back"
+    with store.lookup(image(), content_hash(BMP)) as pin:
+        assert store.bytes(pin.value) == BMP
+        assert (pin.value.media_type, pin.value.num_bytes) == ("image/bmp", len(BMP))
+        assert pin.range.nbytes == 64 + len(BMP), "what was too much was given back"
 
 
 def test_body_reserves_memory_for_received_not_declared_bytes(arena, store):
@@ -184,8 +184,8 @@ def test_any_chunks_and_content_length_give_the_bytes(sizes, promised):
             body.write(data[at : at + size])
             at += size
         body.finish(content_hash(data))
-        with store.lookup(image(), content_hash(data)) as lease:
-            assert content_hash(store.bytes(lease.value)) == lease.value.content_hash == content_hash(data)
+        with store.lookup(image(), content_hash(data)) as pin:
+            assert content_hash(store.bytes(pin.value)) == pin.value.content_hash == content_hash(data)
         assert arena.stats().num_reservations == 0
         assert arena.clear() == 1
         assert arena.stats().largest_hole_bytes == arena.stats().size_bytes

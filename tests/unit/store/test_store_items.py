@@ -153,8 +153,8 @@ class World:
         """Find an item and release it; return whether it was cached, its value and the timeline."""
         timeline = RequestTimeline()
         found = await self.items.find(ItemSource(ref, timeline, **given), form, processing)
-        value = found.lease.value
-        found.lease.release()
+        value = found.pin.value
+        found.pin.release()
         return found.is_hit, value, timeline
 
     async def describe(self, ref, options=b"{}", size=None, **given):
@@ -264,7 +264,7 @@ async def test_item_that_is_found_at_the_second_attempt_is_one_miss(world):
     with pytest.raises(ArenaFull):
         await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)
     world.pool.error = None
-    (await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)).lease.release()
+    (await world.items.find(ItemSource(by_url(), timeline), "processed", PLAIN)).pin.release()
     assert (timeline.num_hits, timeline.num_misses, timeline.cache) == (0, 1, "miss")
 
 
@@ -389,11 +389,11 @@ async def test_item_whose_embedding_is_cached_is_a_feature_without_tensors(world
         assert arena.evict(feature.mm_hash)
     timeline = RequestTimeline()
     found = await world.items.find(ItemSource(by_url(), timeline), "processed", WITH_ENCODER)
-    assert (found.is_hit, found.lease.range) == (True, embedding.tensor.range)
-    assert found.lease.value.embedding == embedding
-    assert (found.lease.value.mm_hash, found.lease.value.tensors) == (feature.mm_hash, ())
+    assert (found.is_hit, found.pin.range) == (True, embedding.tensor.range)
+    assert found.pin.value.embedding == embedding
+    assert (found.pin.value.mm_hash, found.pin.value.tensors) == (feature.mm_hash, ())
     assert (timeline.num_hits, len(world.pool.prepared)) == (1, 1)
-    found.lease.release()
+    found.pin.release()
     assert world.items.embeddings.stats.num_found == 1
 
 

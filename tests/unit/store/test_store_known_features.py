@@ -31,7 +31,7 @@ async def put(world, ref):
         reservation.buffer[:10] = b"0123456789"
 
     found = await world.items.put(ref, Described(b"", MediaSize(6, 4)), BYTES, receive=receive, writer=1)
-    found.lease.release()
+    found.pin.release()
     return found.is_hit
 
 
@@ -81,7 +81,7 @@ async def test_evicted_feature_of_sent_bytes_that_are_evicted_too_is_unknown(wor
 async def test_referred_item_is_not_processed_until_it_is_named(world):
     ref = sent(owner="key")
     source = ItemSource(ref, RequestTimeline(), world.uploading(ref))
-    (await world.items.refer(source, PLAIN)).lease.release()
+    (await world.items.refer(source, PLAIN)).pin.release()
     assert not world.pool.prepared
     key = (await world.find(ref))[1].mm_hash
     world.arena.evict(key)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.gateway import StoreFeatures
+from medialane.gateway import StoreItems
 from medialane.media import MediaConfig
 from medialane.observability import RequestTimeline
 from medialane.store import StoreEntries, StoreLink
@@ -136,14 +136,14 @@ class CuttingLink(StoreLink):
 async def test_upload_that_loses_its_store_is_written_again_at_the_next_connection(world, fairness):
     gateway = await world.client(link=CuttingLink)
     gateway.link.cable = gateway.cable
-    features = StoreFeatures(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
+    features = StoreItems(gateway.link, processor_digest="d", fairness=fairness, media=MediaConfig())
     data = b"u" * (4 << 20)
     sent = MediaRef("image", "p", data=data)
     budget = SimpleNamespace(num_bytes=lambda *_: 0, missing=lambda: None)
     item = await asyncio.wait_for(features.processed(sent, b"{}", RequestTimeline(), budget), 5)
     assert gateway.link.num_pieces > len(data) // (512 << 10), "all of them after the first"
     assert gateway.cable.num_made == 2
-    with world.arena.lookup(content_hash(data)) as lease:
-        start = lease.range.offset + 64
+    with world.arena.lookup(content_hash(data)) as pin:
+        start = pin.range.offset + 64
         assert bytes(world.arena.view.memory[start : start + len(data)]) == data
     item.hold.release()

@@ -20,9 +20,9 @@ async def made(world, **fields):
 
 
 async def read(world, mm_hash):
-    leased = await world.items.feature(mm_hash)
-    leased.lease.release()
-    return leased.is_hit, leased.lease.value
+    pinned = await world.items.feature(mm_hash)
+    pinned.pin.release()
+    return pinned.is_hit, pinned.pin.value
 
 
 async def test_feature_of_any_client_is_found(world):

@@ -25,7 +25,7 @@ NUM_HOSTILE = 1000
 TIMEOUT_S = 2.5
 
 
-#: What hostile peers send at once. Those that send nothing, or too little, stay until they are aborted.
+#: What hostile peers send at once. Peers that send nothing, or too little, stay until they are aborted.
 GARBAGE = [
     b"",
     os.urandom(200),
@@ -53,7 +53,7 @@ async def source(config):
 
 
 class Flood:
-    """Hostile connections, of which each sends garbage, and then a byte now and then."""
+    """Hostile connections, each of which sends garbage, and then a byte now and then."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -77,9 +77,9 @@ async def pulled(source, config, key: str) -> None:
     """Copy a new entry to a new host, over a new connection."""
     destination = Host(config)
     with source.store(key) as stored:
-        (lease,) = await destination.pulls.pull([source.grant(stored)])
-        assert destination.payload(lease) == source.payload(stored)
-        lease.release()
+        (pin,) = await destination.pulls.pull([source.grant(stored)])
+        assert destination.payload(pin) == source.payload(stored)
+        pin.release()
     source.arena.evict(key)
     await destination.close()
 

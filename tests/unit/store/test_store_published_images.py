@@ -60,8 +60,8 @@ class World:
         self.store = EncodedStore(self.host.arena, config)
 
     def cached(self, ref: MediaRef, content: str) -> tuple[str, bytes]:
-        with self.store.lookup(ref, content) as lease:
-            return lease.value.media_type, bytes(self.store.bytes(lease.value))
+        with self.store.lookup(ref, content) as pin:
+            return pin.value.media_type, bytes(self.store.bytes(pin.value))
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_metadata_that_do_not_describe_the_image_are_refused(world, fields
 
 
 def decoded(world, kind="decoded", shape=(HEIGHT, WIDTH, 3)):
-    """Return a lease on a new entry of `kind` with one tensor."""
+    """Return a pin on a new entry of `kind` with one tensor."""
     spec = TensorSpec("uint8", shape)
     (offset,), num_bytes = layout((spec,))
     reservation = world.host.arena.reserve(num_bytes, kind)
@@ -161,8 +161,8 @@ def num_leases(world):
 
 
 async def test_published_image_describes_its_entry_and_is_held(world):
-    with decoded(world) as lease:
-        document = msgspec.json.decode(await world.images.publish(lease.range), type=PublishedImage)
+    with decoded(world) as pin:
+        document = msgspec.json.decode(await world.images.publish(pin.range), type=PublishedImage)
     assert document.shape == (HEIGHT, WIDTH, 3)
     (descriptor,) = RdmaMetadata.decode(bytes(document.rdma_metadata)).descriptors
     assert descriptor.size == HEIGHT * WIDTH * 3
@@ -173,14 +173,14 @@ async def test_published_image_describes_its_entry_and_is_held(world):
 
 @pytest.mark.parametrize("world", [{"hold_s": 0.01}], indirect=True)
 async def test_published_image_that_is_not_read_is_released(world):
-    with decoded(world) as lease:
-        await world.images.publish(lease.range)
+    with decoded(world) as pin:
+        await world.images.publish(pin.range)
     await eventually(lambda: num_leases(world) == 0)
 
 
 async def test_published_image_is_released_when_its_mover_process_has_exited(world):
-    with decoded(world) as lease:
-        await world.images.publish(lease.range)
+    with decoded(world) as pin:
+        await world.images.publish(pin.range)
     world.host.kill()
     await eventually(lambda: num_leases(world) == 0)
 
@@ -189,21 +189,21 @@ async def test_published_image_is_released_when_its_mover_process_has_exited(wor
     ("kind", "shape"), [("processed", (100,)), ("decoded", (2, HEIGHT, WIDTH, 3)), ("decoded", (HEIGHT, WIDTH, 4))]
 )
 async def test_only_decoded_images_are_published(world, kind, shape):
-    with decoded(world, kind, shape) as lease, pytest.raises(InvalidRequest):
-        await world.images.publish(lease.range)
+    with decoded(world, kind, shape) as pin, pytest.raises(InvalidRequest):
+        await world.images.publish(pin.range)
     assert num_leases(world) == 0
 
 
 async def test_image_that_is_not_held_is_not_published(world):
-    with decoded(world) as lease:
-        entry = lease.range
+    with decoded(world) as pin:
+        entry = pin.range
     with pytest.raises(Unavailable):
         await world.images.publish(entry)
 
 
 async def test_images_that_are_published_at_the_same_time_are_limited(world):
-    with decoded(world) as lease:
+    with decoded(world) as pin:
         for _ in range(256):
-            await world.images.publish(lease.range)
+            await world.images.publish(pin.range)
         with pytest.raises(Unavailable):
-            await world.images.publish(lease.range)
+            await world.images.publish(pin.range)

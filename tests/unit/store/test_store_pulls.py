@@ -72,8 +72,8 @@ async def scripted():
 
 
 async def pull(host, entry):
-    (lease,) = await host.pulls.pull([entry])
-    return lease
+    (pin,) = await host.pulls.pull([entry])
+    return pin
 
 
 async def test_copy_has_the_same_bytes_and_description_and_is_cached(source, destination, caplog):
@@ -104,7 +104,7 @@ async def test_encoded_bytes_are_copied_like_features(source, destination):
 
 
 def stored_embedding(host, key="e", fill=b"e"):
-    """Cache an embedding of 1000 bytes; return its lease."""
+    """Cache an embedding of 1000 bytes; return its pin."""
     reservation = host.arena.reserve(1000, "embedded")
     reservation.buffer[:] = fill * 1000
     (tensor,) = describe(reservation.range, [TensorSpec("uint8", (10, 100))])
@@ -140,17 +140,17 @@ async def test_entry_that_is_here_is_not_copied_again(source, destination):
 async def test_concurrent_pulls_of_an_entry_copy_it_once_over_a_connection_that_is_used_again(source, destination):
     with source.store("k") as stored, source.store("l") as other:
         entry = source.grant(stored)
-        for lease in await destination.pulls.pull([entry] * 20):
-            lease.release()
+        for pin in await destination.pulls.pull([entry] * 20):
+            pin.release()
         (await pull(destination, source.grant(other))).release()
     assert destination.pulls.stats.num_pulls == {"tcp": 2}
     assert source.pulls.num_connections == 1
 
 
 async def test_many_entries_are_copied_at_the_same_time(source, destination):
-    leases = [source.store(f"key {number}", 50_000) for number in range(40)]
-    copies = await destination.pulls.pull([source.grant(lease) for lease in leases])
-    for stored, copied in zip(leases, copies, strict=True):
+    pins = [source.store(f"key {number}", 50_000) for number in range(40)]
+    copies = await destination.pulls.pull([source.grant(pin) for pin in pins])
+    for stored, copied in zip(pins, copies, strict=True):
         assert destination.payload(copied) == source.payload(stored)
         copied.release()
         stored.release()

@@ -1,6 +1,7 @@
-"""A new modality is a row in each table: no other file names one, but those that are about one modality alone."""
+"""A new modality is a row in each table: no other file names one, except files about one modality alone."""
 
 import ast
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -17,14 +18,21 @@ SOURCE = Path(medialane.__file__).parent
 
 #: What a new modality needs: a row, besides the decoder that `media/decoders.py` names.
 TABLES = {
+    "types/errors.py": "the error for damaged items",
     "types/media.py": "its name and decoded form; its parts in the APIs, its error, what its options may choose",
+    "media/config.py": "the limits of its files and of what they decode to",
     "media/decoders.py": "how it is recognised, opened and decoded",
-    "tools/check/media.py": "items that `medialane check` sends, and of which `--tensors` compares the tensors",
+    "prepare/config.py": "the time to decode and process an item",
+    "prepare/job_run.py": "the errors with which a preparer may refuse an item",
+    "gateway/intake/search.py": "its members of bodies and content parts",
+    "gateway/http/media_endpoint.py": "what a client is told of media that it has sent once",
+    "tools/check/media.py": "items that `medialane check` sends, and whose tensors `--tensors` compares",
     "tools/check/kinds/chat.py": "cases of `medialane check`",
     "tools/check/kinds/pooling.py": "cases of `medialane check`",
-    "vllm_bridge/engine/source_prompt.py": "vLLM's loader, for stage url",
+    "vllm_bridge/engine/unexpanded_prompt.py": "vLLM's loader, for stage url",
     "vllm_bridge/frontend/renderer_hook.py": "methods of vLLM's connector",
     "vllm_bridge/items/options.py": "vLLM's decoding options",
+    "vllm_bridge/items/preparation.py": "the form in which vLLM's loaders return an item",
     "vllm_bridge/frontend/render.py": "what of an item vLLM hashes",
     "vllm_bridge/items/header_values.py": "a stand-in for an item of a size",
     "vllm_bridge/learned/reference_tensors.py": "how Hugging Face's processors are called",
@@ -38,31 +46,29 @@ TABLES = {
 ABOUT_ONE_MODALITY = {
     "cli/demo.py": "the demo's images",
     "cli/serve.py": "the example of a request",
-    "tools/check/kinds/pooling.py": "cases of images and videos",
     "tools/check/kinds/speech.py": "speech",
-    "gateway/request/gateway.py": "publishing decoded images",
+    "gateway/request/app_backend.py": "publishing decoded images",
     "gateway/intake/extraction.py": "uploads of speech",
     "gateway/intake/places.py": "vLLM's list of JPEG frames",
     "gateway/intake/sent_features.py": "what one family calls an image",
-    "gateway/intake/search.py": "Cohere's and Anthropic's images",
-    "gateway/http/media_endpoint.py": "the budget of images",
     "gateway/request/media.py": "the budget of images; whether their pixels are converted",
-    "gateway/request/store_features.py": "the budget of images",
+    "gateway/request/store_items.py": "the budget of images",
     "media/container.py": "what video and audio files have in common",
     "media/data_url.py": "images published for RDMA reads",
+    "media/video.py": "videos as lists of JPEG images",
+    "prepare/processor.py": "sampling of videos; the cost of images",
     "store/published_images.py": "images published for RDMA reads",
     "store/items.py": "the budget of images",
     "tools/compare/client.py": "the name of an uploaded file",
     "tools/compare/traffic.py": "made-up media in place of recorded ones",
     "store/media_leases.py": "images, whose header has their size",
     "testing/fake_processor.py": "the fake processor's images",
+    "testing/sample_media.py": "samples for tests and benchmarks",
     "testing/simulated/sequence.py": "the simulated engine's images",
-    "vllm_bridge/learned/sized_headers.py": "the budget of images",
+    "testing/tiny_model.py": "a model of images and videos",
     "vllm_bridge/learned/model_profile.py": "media without pixels, images as tensors",
     "vllm_bridge/items/mistral_chat.py": "the media of Mistral's tokenizer",
-    "vllm_bridge/items/preparation.py": "vLLM's resampling of audio",
     "vllm_bridge/learned/processor_factory.py": "frames of videos; images as tensors",
-    "vllm_bridge/items/options.py": "names of arguments",
     "vllm_bridge/seams/vision_chunk.py": "what one family calls an image",
 }
 
@@ -72,16 +78,30 @@ def names_of_modalities():
     return {*MODALITIES, *parts}
 
 
+def modalities_in_identifiers(nodes):
+    """`max_image_bytes`, `InvalidImage` and `images` are about an image."""
+    fields = (getattr(node, field, None) for node in nodes for field in ("id", "attr", "name", "arg"))
+    words = re.findall("[A-Z]?[a-z]+", " ".join(field for field in fields if isinstance(field, str)))
+    return {word.lower().removesuffix("s") for word in words} & {*MODALITIES}
+
+
 def naming_files():
+    """Files with the name of a modality in a string, or whose identifiers are about several."""
     names = names_of_modalities()
     for path in sorted(SOURCE.rglob("*.py")):
-        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-        if any(isinstance(value, str) and value in names for value in constants):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+        is_named = any(isinstance(value, str) and value in names for value in constants)
+        if is_named or len(modalities_in_identifiers(nodes)) > 1:
             yield path.relative_to(SOURCE).as_posix()
 
 
 def test_modalities_are_named_in_tables_only():
     assert not set(naming_files()) - {*TABLES, *ABOUT_ONE_MODALITY}
+
+
+def test_tables_have_only_files_that_name_modalities():
+    assert not {*TABLES, *ABOUT_ONE_MODALITY} - set(naming_files())
 
 
 @pytest.mark.parametrize("table", [MODALITIES, DECODERS, DECODED])

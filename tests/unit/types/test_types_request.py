@@ -10,8 +10,8 @@ from medialane.types.request import (
     EngineTimes,
     ExpandedPrompt,
     OutputDelta,
-    SourcePrompt,
     TokenLogprob,
+    UnexpandedPrompt,
     merge_deltas,
 )
 from medialane.types.tensor import InlineTensor, TensorSpec
@@ -26,7 +26,7 @@ def test_both_prompt_types_round_trip():
     feature = MediaPayload("image", "a" * 64, b"h", (tensor,), MediaSize(2, 1), PlaceholderRange(1, 2, b"\1\0"))
     for prompt in (
         ExpandedPrompt([1, 2, 3], (feature,), b'{"a":1}'),
-        SourcePrompt([1, 2], (MediaPayload("image", "b" * 64, b"", (tensor,), io=b'{"a":2}'),), b"{}", "decoded"),
+        UnexpandedPrompt([1, 2], (MediaPayload("image", "b" * 64, b"", (tensor,), io=b'{"a":2}'),), b"{}", "decoded"),
     ):
         request = EngineRequest("r", prompt, b"params", priority=-1, trace_headers={"a": "b"}, reasoning_ended=False)
         assert through_the_wire(request) == request
@@ -40,7 +40,7 @@ def test_outputs_round_trip():
 
 def test_repr_of_prompts_omits_media():
     secret = InlineTensor(TensorSpec("uint8", (6,)), b"secret")
-    assert "secret" not in repr(SourcePrompt([1], (MediaPayload("image", "b" * 64, b"", (secret,)),)))
+    assert "secret" not in repr(UnexpandedPrompt([1], (MediaPayload("image", "b" * 64, b"", (secret,)),)))
     assert repr(ExpandedPrompt([1, 2])) == "ExpandedPrompt(2 tokens, 0 features)"
 
 

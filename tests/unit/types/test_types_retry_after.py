@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.types.retry_after import Outage, Places, retry_after
+from medialane.types.retry_after import Outage, Permits, retry_after
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, 1), (0.2, 1), (1.1, 2), (48, 48), (1000, 120), (float("inf"), 120)])
@@ -30,7 +30,7 @@ def test_later_outage_is_expected_to_be_as_long_as_the_last_one(clock):
 
 
 def test_refused_ones_come_back_one_after_the_other_as_places_become_free(clock):
-    places = Places(clock=clock)
+    places = Permits(clock=clock)
     for key in range(4):
         places.take(key)
     clock.now += 48
@@ -43,7 +43,7 @@ def test_refused_ones_come_back_one_after_the_other_as_places_become_free(clock)
 
 
 def test_nobody_is_sent_away_for_longer_than_two_minutes(clock):
-    places = Places(clock=clock)
+    places = Permits(clock=clock)
     places.take("a")
     clock.now += 3600
     assert {places.promise() for _ in range(1000)} == {120}
@@ -53,7 +53,7 @@ def test_nobody_is_sent_away_for_longer_than_two_minutes(clock):
 
 
 def test_places_that_are_freed_at_once_are_promised_at_once(clock):
-    places = Places(clock=clock)
+    places = Permits(clock=clock)
     places.take("a")
     clock.now += 0.01
     places.free("a")
@@ -63,7 +63,7 @@ def test_places_that_are_freed_at_once_are_promised_at_once(clock):
 
 
 def test_place_that_is_withdrawn_says_nothing_about_how_long_places_are_taken(clock):
-    places = Places(clock=clock)
+    places = Permits(clock=clock)
     for key in range(2):
         places.take(key)
     clock.now += 40

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from medialane.types.request import SourcePrompt
+from medialane.types.request import UnexpandedPrompt
 from medialane.types.stage import BEST_STAGE, STAGES, StageChoice, StageName, prepared_stage
 
 
@@ -38,4 +38,4 @@ def test_gateway_does_what_the_stage_does_not_leave_to_the_worker(choice, is_pro
 
 def test_prompt_of_a_processed_stage_is_never_expanded_by_the_worker():
     with pytest.raises(ValueError, match="features"):
-        SourcePrompt([1], (), stage="features")
+        UnexpandedPrompt([1], (), stage="features")

@@ -8,7 +8,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.engine.engine_core import try_embeds
-from medialane.vllm_bridge.engine.source_prompt import GRID, MODALITY, VALUES
+from medialane.vllm_bridge.engine.unexpanded_prompt import GRID, MODALITY, VALUES
 
 OUTPUT = torch.arange(12.0).reshape(6, 2)
 

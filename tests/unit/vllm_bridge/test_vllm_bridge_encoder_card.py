@@ -51,7 +51,7 @@ def test_changed_weights_are_detected(folder, place):
 
 
 def test_small_tensor_between_the_samples_of_a_large_file_is_detected(folder):
-    """A projector that was trained, in a file of which one byte in a thousand is read."""
+    """A projector that was trained, in a file; one byte in a thousand is read."""
     sizes = {"model.large": 300 << 20, "visual.merger": 50 << 10, "model.larger": 400 << 20}
     offsets = [0, *accumulate(sizes.values())]
     places = {name: {"data_offsets": pair} for name, pair in zip(sizes, pairwise(offsets), strict=True)}

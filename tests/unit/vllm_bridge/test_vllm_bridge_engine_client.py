@@ -274,7 +274,7 @@ ADMIN = {
     "is_paused": (lambda c: c.is_paused(), admin.IsPaused(), False, False),
 }
 
-#: Those that are no matter of the engines, or that this gateway says it does not do.
+#: Methods that do not concern the engines, or that this gateway says it does not support.
 OTHERS = {
     "abort",
     "add_lora",

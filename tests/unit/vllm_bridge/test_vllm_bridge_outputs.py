@@ -165,7 +165,7 @@ def test_output_without_a_tensor_is_no_pooling_output():
         to_pooling_output(delta, request_id="r", prompt_token_ids=[1])
 
 
-#: The text of each token: the bytes of one character that is in no text yet are those of the last.
+#: The text of each token: the bytes of one character that is in no text yet belong to the last.
 TOKENS = {7: "1", 8: "}", 9: "\ufffd", 2: "<end>"}
 
 

@@ -19,7 +19,7 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.types.feature import Embedding, MediaPayload
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.wire import (
     HEADER,
@@ -41,7 +41,7 @@ from medialane.wire import (
 )
 from waiting import eventually
 
-#: Tensors are sent in pieces, of which so many are written at once.
+#: Tensors are sent in pieces; so many are written at once.
 PIECE_BYTES, PIECES_AT_ONCE = 64 * 1024, 4
 MIB = 1 << 20
 HOUR_S = 3600.0
@@ -98,7 +98,7 @@ def outgoing(request, on_end=lambda: None, max_bytes=64 * MIB):
 SIZES = st.one_of(st.integers(0, 40), st.sampled_from([PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]))
 
 
-@given(st.lists(st.lists(SIZES, max_size=3), max_size=3), st.sampled_from([ExpandedPrompt, SourcePrompt]))
+@given(st.lists(st.lists(SIZES, max_size=3), max_size=3), st.sampled_from([ExpandedPrompt, UnexpandedPrompt]))
 def test_request_round_trips(sizes, kind):
     whole = request_with(*[[os.urandom(n) for n in item] for item in sizes], kind=kind)
     message, tensors = split(whole)

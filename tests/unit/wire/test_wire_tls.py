@@ -35,7 +35,7 @@ def gateway(tmp_path, ca):
 
 
 def renew(config: RpcConfig, ca: trustme.CA) -> None:
-    """Replace the files by those of a new certificate of `ca`."""
+    """Replace the files by a new certificate's of `ca`."""
     tls_settings(Path(config.tls_cert).parent, ca)
 
 

@@ -9,7 +9,7 @@ import pytest
 from medialane.types.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire import Hello, TcpAddress
 from medialane.worker import WorkerConfig
-from medialane.worker.membership import Delays, Membership, resolve
+from medialane.worker.serve import Delays, Membership, resolve
 from waiting import eventually, iterations
 from written_lines import written_lines
 

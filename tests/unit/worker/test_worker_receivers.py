@@ -26,9 +26,9 @@ def tensor(arena):
     reservation = arena.reserve(layout([SPEC])[1])
     (tensor,) = describe(reservation.range, [SPEC])
     arena.view.tensor(tensor, writable=True)[:] = bytes(range(250)) * 4
-    lease = arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
+    pin = arena.publish(reservation, "k", Feature("image", "k", b"", (tensor,), MediaSize()))
     yield tensor
-    lease.release()
+    pin.release()
 
 
 def test_attached_arena_is_read_without_a_copy(arena, receiver, tensor):

@@ -10,7 +10,7 @@ from medialane.testing.simulated.scheduler import SimulatedStep
 from medialane.types.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerBusy, WorkerLost
 from medialane.types.feature import EmbeddingUse, MediaPayload, PlaceholderRange
 from medialane.types.kv_events import AllBlocksCleared, BlockStored
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from waiting import eventually
 
@@ -182,7 +182,7 @@ async def test_output_ends_at_the_model_length(engine):
         (request(features=[image("i", 30, 20)]), InvalidFeature),
         (request(range(20_000), features=[image("i", 0, 17_000)]), PromptRejected),
         (EngineRequest("r", ExpandedPrompt([1]), b"\xc1"), PromptRejected),
-        (EngineRequest("r", SourcePrompt([1], ()), b"\x80"), GenerationFailed),
+        (EngineRequest("r", UnexpandedPrompt([1], ()), b"\x80"), GenerationFailed),
     ],
 )
 async def test_unsupported_requests_are_rejected(engine, asked, error):

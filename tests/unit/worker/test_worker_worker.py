@@ -22,7 +22,7 @@ from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeat
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.types.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.types.media import MediaSize
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import ArenaOffer, InlineTensor, TensorSpec
 from medialane.wire import Hello
 from medialane.worker import Worker, WorkerConfig
@@ -65,9 +65,9 @@ class Host:
         if self.error is not None:
             raise self.error
         (found,) = ranges
-        if (lease := self.arena.share(found)) is None:
+        if (pin := self.arena.share(found)) is None:
             raise HandoverFailed("not held any more")
-        return lease
+        return pin
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ async def answer(worker, sent):
 
 
 def put(arena, data):
-    """A tensor in the arena, and its lease."""
+    """A tensor in the arena, and its pin."""
     reservation = arena.reserve(layout([SPEC])[1])
     (tensor,) = describe(reservation.range, [SPEC])
     arena.view.tensor(tensor, writable=True)[:] = data
@@ -180,19 +180,19 @@ async def test_arena_in_another_shared_memory_is_not_reported(arena, host, shari
     host.found(arena, **changed)
     await eventually(lambda: "media arrive in messages" in caplog.text)
     assert reported.arenas == [None]
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     with pytest.raises(HandoverFailed):
         await answer(sharing, request(feature(tensor)))
-    lease.release()
+    pin.release()
 
 
 async def test_worker_without_a_store_takes_media_in_messages_only(arena, worker):
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     with pytest.raises(HandoverFailed, match="no store on its host"):
         await answer(worker, request(feature(tensor)))
     assert await answer(worker, request(inline()))
     assert Mapped(worker).arenas == [None]
-    lease.release()
+    pin.release()
 
 
 async def test_different_processor_settings_are_reported(worker, caplog):
@@ -204,36 +204,36 @@ async def test_different_processor_settings_are_reported(worker, caplog):
 
 async def test_inline_and_descriptor_features_give_the_same_output(arena, host, sharing):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     expected = await answer(sharing, request(inline()))
     assert await answer(sharing, request(feature(tensor))) == expected
     assert await answer(sharing, request(inline(b"abcdeg"))) != expected
-    lease.release()
+    pin.release()
 
 
-async def test_source_prompt_items_are_read_like_features(arena, host, sharing):
+async def test_unexpanded_prompt_items_are_read_like_features(arena, host, sharing):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     item = MediaPayload("image", "h", b"", (tensor,))
-    by_descriptor = EngineRequest("r", SourcePrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
+    by_descriptor = EngineRequest("r", UnexpandedPrompt([1, 2], (item,)), msgspec.json.encode(FakeParams(2)))
     by_value = msgspec.structs.replace(item, tensors=(InlineTensor(tensor.spec, b"abcdef"),))
-    expected = msgspec.structs.replace(by_descriptor, prompt=SourcePrompt([1, 2], (by_value,)))
+    expected = msgspec.structs.replace(by_descriptor, prompt=UnexpandedPrompt([1, 2], (by_value,)))
     assert await answer(sharing, by_descriptor) == await answer(sharing, expected)
-    lease.release()
+    pin.release()
 
 
 async def test_descriptor_of_an_unmapped_arena_fails_the_hand_over(arena, host, sharing):
     host.arena = arena  # held there, but not mapped here
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     with pytest.raises(HandoverFailed, match="not mapped"):
         await answer(sharing, request(feature(tensor)))
-    lease.release()
+    pin.release()
 
 
 async def test_descriptor_of_an_entry_that_is_no_longer_held_fails_the_hand_over(arena, host, sharing, engine):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
-    lease.release()
+    tensor, pin = put(arena, b"abcdef")
+    pin.release()
     with pytest.raises(HandoverFailed, match="not held"):
         await answer(sharing, request(feature(tensor)))
     assert (engine.num_requests, engine.num_reading) == (0, 0)
@@ -241,11 +241,11 @@ async def test_descriptor_of_an_entry_that_is_no_longer_held_fails_the_hand_over
 
 async def test_lost_store_fails_the_hand_over_so_that_another_path_is_tried(arena, host, sharing):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     host.error = StoreUnavailable("the store is lost")
     with pytest.raises(HandoverFailed, match="the store is lost"):
         await answer(sharing, request(feature(tensor)))
-    lease.release()
+    pin.release()
 
 
 async def test_worker_holds_what_the_engine_reads_until_the_engine_has_released(arena, host, engine):
@@ -253,10 +253,10 @@ async def test_worker_holds_what_the_engine_reads_until_the_engine_has_released(
     sharing = make(engine, host, ping_interval_s=60.0)
     watching = asyncio.create_task(sharing.watch())
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     deltas = sharing.run(request(feature(tensor), max_tokens=100))
     await anext(deltas)
-    lease.release()  # the gateway's
+    pin.release()  # the gateway's
     assert arena.stats().num_leases == 1
     closing = asyncio.create_task(deltas.aclose())
     await iterations(3)
@@ -270,12 +270,12 @@ async def test_worker_holds_what_the_engine_reads_until_the_engine_has_released(
 @pytest.mark.parametrize("place", [PLACE, PlaceholderRange(offset=3, length=9)])
 async def test_hold_ends_with_a_request_that_fails(arena, host, sharing, engine, place):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     if place is PLACE:
         engine.die(GenerationFailed("no"))
     with pytest.raises((GenerationFailed, InvalidFeature)):
         await answer(sharing, request(feature(tensor, place)))
-    lease.release()
+    pin.release()
     assert arena.stats().num_leases == 0
     engine.recover()
 
@@ -371,9 +371,9 @@ async def test_reconnected_store_keeps_its_arena_mapped(arena, host, sharing, en
     host.found(arena)
     await eventually(lambda: reported.arenas == [arena.id, None, arena.id])
     assert arena.id in engine.arenas
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     assert await answer(sharing, request(feature(tensor)))
-    lease.release()
+    pin.release()
 
 
 async def test_store_replaced_while_its_arena_is_being_mapped_leaves_no_mapping(arena, host, sharing, engine):
@@ -399,7 +399,7 @@ async def test_store_replaced_while_its_arena_is_being_mapped_leaves_no_mapping(
 
 async def test_running_request_reads_on_when_the_store_is_lost(arena, host, sharing):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     expected = await answer(sharing, request(inline()))
     deltas = sharing.run(request(feature(tensor)))
     tokens = [(await anext(deltas)).completions[0].token_ids[0]]
@@ -407,13 +407,13 @@ async def test_running_request_reads_on_when_the_store_is_lost(arena, host, shar
     async for delta in deltas:
         tokens += delta.completions[0].token_ids
     assert tokens == expected
-    lease.release()
+    pin.release()
 
 
 async def test_engine_unmaps_the_arena_of_a_lost_store_only_when_no_request_reads_it(arena, host, sharing, engine):
     """vLLM's requests are reference cycles: what one has read is unmapped only if `detach_arena` follows its end."""
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     ends_first, ends_last = [sharing.run(request(feature(tensor), max_tokens=9)) for _ in range(2)]
     await anext(ends_first)
     await anext(ends_last)
@@ -425,17 +425,17 @@ async def test_engine_unmaps_the_arena_of_a_lost_store_only_when_no_request_read
     assert engine.arenas == [arena.id]
     await ends_last.aclose()
     await eventually(lambda: engine.arenas == [])
-    lease.release()
+    pin.release()
 
 
 async def test_engine_keeps_the_arena_of_a_connected_store_when_its_last_reader_ends(arena, host, sharing, engine):
     await shared(sharing, host, arena)
-    tensor, lease = put(arena, b"abcdef")
+    tensor, pin = put(arena, b"abcdef")
     num_pings = engine.num_pings
     await answer(sharing, request(feature(tensor)))
     await iterations(50)
     assert (engine.arenas, engine.num_pings) == ([arena.id], num_pings)
-    lease.release()
+    pin.release()
 
 
 class Known:

@@ -8,6 +8,7 @@ from medialane.cluster.ray.remote import (
     Nodes,
     RemoteProcess,
     RemoteSpec,
+    RemoteSupervisor,
     RunEnd,
     gateway_specs,
     remote_argv,
@@ -15,7 +16,6 @@ from medialane.cluster.ray.remote import (
     with_join_addresses,
     worker_specs,
 )
-from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 
 __all__ = [
     "Location",

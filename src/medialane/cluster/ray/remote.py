@@ -1,5 +1,5 @@
 """Processes on other hosts, placed and restarted by an orchestrator: the interface to it, what runs on the hosts, and
-how these processes find each other.
+how these processes find each other; and their supervision from this host (`RemoteSupervisor`).
 
 Theory of operation. The orchestrator runs one small supervising process per `RemoteSpec` on a host of its choice
 (`ray_cluster`: an actor). That process runs a `RemoteProcess`: the child is an ordinary `medialane worker` in
@@ -21,34 +21,44 @@ The RPC secret is not passed to other hosts at all: it must be in the environmen
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from medialane.cluster.child_process import INTERPRETER, ChildProcess, HttpAnswers
+from medialane.cluster.child_process import INTERPRETER, ChildProcess, HttpAnswers, LogFolder, ProcessLog
 from medialane.cluster.local import base_url, own_flags, parent_directory
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.placement import Engines, find_hardware, installed_version, place_engines, vllm_is_for_cpu
-from medialane.cluster.process_log import LogFolder, ProcessLog
+from medialane.cluster.supervisor import Observer, Restarts, Supervisor
 from medialane.cluster.vllm_flags import engine_flags, gpus_per_worker
 from medialane.config import Config, host_environ, settings_environ, worker_environ
+from medialane.config.settings import ClusterConfig
 from medialane.runtime.phase import Phase, PhaseFile
 from medialane.runtime.private_files import SharedFolder, reap_folders
+from medialane.runtime.tasks import first_of, gather_or_cancel
 from medialane.types.errors import StartupFailed
 from medialane.wire.address import TcpAddress, format_tcp, parse_tcp
 from medialane.wire.security import is_loopback
+
+logger = logging.getLogger(__name__)
 
 _LOGS_PREFIX = "medialane-remote-"
 #: Of the folders that processes of one host share.
 SHARED_PREFIX = "medialane-node-"
 #: The log file is bounded by reading it.
 _READ_LOG_S = 1.0
+_POLL_S = 1.0
+
+#: Returns the names of the workers that the gateways of this host are connected to; none if they do not answer.
+Connected = Callable[[], Awaitable[Collection[str]]]
 
 
 class RemoteSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -405,3 +415,138 @@ def _num_gpus(config: Config, vllm_args: Sequence[str], *, has_gpus: bool) -> in
         where = "no node of the Ray cluster has a GPU" if given == "auto" else "--gpus-per-worker 0"
         raise StartupFailed(f"{where}, but the installed vLLM needs one; the extra cpu is for CPUs")
     return num_gpus
+
+
+class RemoteSupervisor:
+    """Supervises processes of other hosts through an orchestrator, together with this host's. Has the interface of
+    `Supervisor`: `start` once, then `stop`. For the main thread's event loop only.
+
+    As on one host, the exit of a process that was never ready fails the start; any other is restarted by the
+    orchestrator, with the same delays. A worker is ready when a gateway of this host lists it as connected, the
+    processes of another host when its gateways answer there.
+    """
+
+    def __init__(
+        self,
+        local: Supervisor,
+        cluster: RemoteCluster,
+        specs: Sequence[RemoteSpec],
+        *,
+        config: ClusterConfig,
+        observer: Observer,
+        connected: Connected,
+        poll_s: float = _POLL_S,
+    ) -> None:
+        self._local = local
+        self._cluster = cluster
+        self._specs = specs
+        self._config = config
+        self._observer = observer
+        self._connected = connected
+        self._poll_s = poll_s
+        self._stopping = asyncio.Event()
+        self._spawned = asyncio.Event()
+        self._all_ready = asyncio.Event()
+        self._started_at: dict[str, float] = {}
+        self._ready: set[str] = set()
+        self._runner: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start every process and wait until all are ready. Raises StartupFailed if one exits, or is not ready before
+        its timeout."""
+        for spec in self._specs:
+            self._observer.starting(spec.name)
+        self._runner = asyncio.create_task(self._run(), name="supervise remote processes")
+        await first_of(self._start_all(), asyncio.shield(self._runner))
+        self._all_ready.set()
+
+    async def wait(self) -> None:
+        """Wait until supervision ends, which it does after `stop`; earlier only because of a bug, which is raised."""
+        runner = [] if self._runner is None else [asyncio.shield(self._runner)]
+        await first_of(self._local.wait(), *runner)
+
+    async def stop(self) -> None:
+        """Stop the gateways, then the workers and the rest. If cancelled, it kills."""
+        self._stopping.set()
+        try:
+            await self._local.stop()
+        finally:
+            if self._runner is not None:
+                self._runner.cancel()  # it may be restarting a worker
+                await asyncio.wait((self._runner,))
+            await self._cluster.stop()
+
+    def reload(self) -> None:
+        """As `Supervisor.reload`, for the processes of this host."""
+        self._local.reload()
+
+    def kill(self) -> None:
+        """Kill all processes now; `stop` still has to be awaited."""
+        self._stopping.set()
+        self._local.kill()
+        self._cluster.kill()
+
+    async def _run(self) -> None:
+        await gather_or_cancel([self._spawn_and_supervise(), self._end_if_lost()])
+
+    async def _end_if_lost(self) -> None:
+        raise StartupFailed(await self._cluster.lost())
+
+    async def _spawn_and_supervise(self) -> None:
+        await self._cluster.spawn(self._specs, timeout_s=self._config.start_timeout_s, entered=self._observer.entered)
+        self._spawned.set()
+        await gather_or_cancel([*map(self._supervise, self._specs), self._watch_ready()])
+
+    async def _supervise(self, spec: RemoteSpec) -> None:
+        restarts = Restarts(self._config)
+        while not self._stopping.is_set():
+            self._started_at[spec.name] = time.monotonic()
+            await first_of(self._stopping.wait(), self._cluster.watch(spec.name))
+            if self._stopping.is_set():
+                return
+            end = await self._cluster.watch(spec.name)  # it has ended: returns at once
+            was_ready = spec.name in self._ready
+            self._ready.discard(spec.name)
+            delay_s = restarts.delay_s(was_ready=was_ready, in_start=not self._all_ready.is_set())
+            self._observer.ended(spec.name, end.how, delay_s)
+            if delay_s is None:
+                raise StartupFailed(end.report)
+            logger.warning("%s", end.report)
+            await first_of(self._stopping.wait(), asyncio.sleep(delay_s))
+            if not self._stopping.is_set():
+                self._observer.starting(spec.name)
+                await self._cluster.restart(spec.name)
+
+    async def _watch_ready(self) -> None:
+        while not self._stopping.is_set():
+            starting = [spec for spec in self._specs if spec.name not in self._ready]
+            if starting:
+                connected = await self._connected()
+                await asyncio.gather(*(self._check_starting(spec, connected) for spec in starting))
+            await first_of(self._stopping.wait(), asyncio.sleep(self._poll_s))
+
+    async def _check_starting(self, spec: RemoteSpec, connected: Collection[str]) -> None:
+        """Report the phase of a process, or that it is ready."""
+        location = await self._cluster.resolve(spec.name)
+        if location is None:
+            return
+        if location.phase is not None:
+            self._observer.entered(spec.name, location.phase)
+        if location.is_ready if spec.ready_url else member_name(spec, location.host) in connected:
+            self._ready.add(spec.name)
+            self._observer.ready(spec.name, time.monotonic() - self._started_at[spec.name])
+
+    async def _start_all(self) -> None:
+        await self._spawned.wait()
+        await gather_or_cancel([self._local.start(), self._wait_all_ready()])
+
+    async def _wait_all_ready(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                while len(self._ready) < len(self._specs):  # noqa: ASYNC110 - polled anyway
+                    await asyncio.sleep(self._poll_s)
+        except TimeoutError:
+            missing = ", ".join(spec.name for spec in self._specs if spec.name not in self._ready)
+            raise StartupFailed(
+                f"{missing}: not ready after {self._config.start_timeout_s:g} s; can its host reach --join-listen?"
+            ) from None

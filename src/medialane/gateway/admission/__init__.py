@@ -1,7 +1,7 @@
 """Admission: which requests are accepted, and in which order they are served, by how long others have waited."""
 
 from medialane.gateway.admission.fair_order import QueuedRequest
-from medialane.gateway.admission.flow import Arrival, Flow
+from medialane.gateway.admission.flow import Flow
 from medialane.gateway.admission.queues import (
     AdmissionQueue,
     MustWait,
@@ -11,13 +11,11 @@ from medialane.gateway.admission.queues import (
     Queues,
     Ticket,
 )
-from medialane.gateway.admission.shared_counts import SharedCounts
-from medialane.gateway.admission.tenants import Admission, Tenant, TenantLimits, Tenants
+from medialane.gateway.admission.tenants import Admission, SharedCounts, Tenant, TenantLimits, Tenants
 
 __all__ = [
     "Admission",
     "AdmissionQueue",
-    "Arrival",
     "Flow",
     "MustWait",
     "OldestFirst",

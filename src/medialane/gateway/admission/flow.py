@@ -17,7 +17,7 @@ Flows have no clock and no loop: times are seconds of any one clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Final, Literal, NamedTuple
 
 #: The longest wait in a queue that does not stand, and for how long it must exceed that.
@@ -104,7 +104,7 @@ class Flow:
         self.tenant = tenant
         self.is_media = is_media
         self.lanes: dict[Resource, Lane] = {"engine": Lane(), "preparer": Lane()}
-        self.num_in_flight = 0
+        self._accepted: set[Hashable] = set()
         self._arriving: dict[Hashable, float] = {}
         self._pending: set[Hashable] = set()
         self._first_token_s: float | None = None
@@ -112,6 +112,11 @@ class Flow:
         self._stands_since: float | None = None
         self._bound: float | None = None
         self._refused_at = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self._accepted)
 
     def accept(self, request: Hashable, now: float, patience_s: float, limit_s: float | None = None) -> Refusal | None:
         """Count a request that has arrived, until `end`; or return why it is refused. It may wait for `patience_s`, and
@@ -126,7 +131,7 @@ class Flow:
             if self._stands_since is not None:
                 self._bound = max(1, self.num_in_flight - 1)
             return Refusal(wait_s, is_late=False)
-        self.num_in_flight += 1
+        self._accepted.add(request)
         self._arriving[request] = now
         self._pending.add(request)
         return None
@@ -145,10 +150,10 @@ class Flow:
                 self._bound += 1
 
     def end(self, request: Hashable) -> None:
-        """To be called once of each accepted request."""
+        """Forget a request that was accepted. Idempotent."""
         self._arriving.pop(request, None)
         self._pending.discard(request)
-        self.num_in_flight -= 1
+        self._accepted.discard(request)
 
     def answered(self, seconds: float) -> None:
         """Learn how long a request has taken from being sent to its first token."""
@@ -190,26 +195,3 @@ class Flow:
         elif self._stands_since is not None and now - self._stands_since >= _INTERVAL_S:
             self._bound = self.num_in_flight + _SLACK
             self._refused_at = now
-
-
-class Arrival:
-    """A request in its flow, until its scope ends."""
-
-    def __init__(self, flow: Flow, clock: Callable[[], float]) -> None:
-        self.flow = flow
-        self._clock = clock
-        self._has_ended = False
-
-    def whole(self) -> None:
-        """The request's body is there."""
-        self.flow.arrived(self)
-
-    def sent(self) -> None:
-        """An engine has the request."""
-        self.flow.sent(self, self._clock())
-
-    def end(self) -> None:
-        """Idempotent."""
-        if not self._has_ended:
-            self._has_ended = True
-            self.flow.end(self)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
-from medialane.gateway.admission.flow import Arrival, Flow, Refusal, Resource
-from medialane.gateway.admission.shared_counts import (
+from medialane.gateway.admission.flow import Flow, Refusal, Resource
+from medialane.gateway.admission.tenants import (
     PREPARED,
     PREPARING,
     QUEUED_BYTES,
@@ -272,10 +272,15 @@ class Queues:
     def received(self, scope: RequestScope) -> None:
         """Accept a request whose body has arrived: only now it is known whether it has media. Raises QueueFull,
         TtftLimitExceeded."""
-        is_media, arrival = bool(scope.extracted.refs), scope.arrival
-        if arrival is None or arrival.flow.is_media != is_media:
-            arrival = self._enter(scope, is_media=is_media)
-        arrival.whole()
+        is_media, flow = bool(scope.extracted.refs), scope.flow
+        if flow is None or flow.is_media != is_media:
+            flow = self._enter(scope, is_media=is_media)
+        flow.arrived(scope)
+
+    def sent(self, scope: RequestScope) -> None:
+        """An engine has the request. Idempotent."""
+        if scope.flow is not None:
+            scope.flow.sent(scope, self._clock())
 
     async def engine(self, scope: RequestScope, num_tokens: int, *, has_media: bool) -> Ticket:
         """Wait until the request, a prompt of that many tokens, may be sent to an engine. Raises QueueFull,
@@ -301,20 +306,19 @@ class Queues:
         request = self._queued(scope, _ITEM_TOKENS * max(1, len(scope.extracted.refs)), has_media=True)
         return await self._admitted(self._preparers, request, scope)
 
-    def _enter(self, scope: RequestScope, *, is_media: bool) -> Arrival:
+    def _enter(self, scope: RequestScope, *, is_media: bool) -> Flow:
         """Count a request in a flow, in place of the flow chosen by its header."""
-        if scope.arrival is not None:
-            scope.release(scope.arrival.end)
+        if scope.flow is not None:
+            scope.flow.end(scope)
         flow = self._flow(scope, is_media=is_media)
-        arrival = Arrival(flow, self._clock)
         limit_s = self._limit_s(scope)
         within_s = None if limit_s is None else limit_s * (1 - _MARGIN)
-        refusal = flow.accept(arrival, self._clock(), self._config.queue_timeout_s, within_s)
+        refusal = flow.accept(scope, self._clock(), self._config.queue_timeout_s, within_s)
         if refusal is not None:
             raise self._refused(flow, refusal, limit_s)
-        scope.arrival = arrival
-        scope.defer(arrival.end)
-        return arrival
+        scope.flow = flow
+        scope.defer(lambda: flow.end(scope))
+        return flow
 
     def _refused(self, flow: Flow, refusal: Refusal, limit_s: float | None) -> MedialaneError:
         error: MedialaneError
@@ -351,7 +355,7 @@ class Queues:
         self, scope: RequestScope, num_tokens: int, *, has_media: bool, may_refuse: bool = True
     ) -> QueuedRequest:
         extracted = scope.extracted
-        flow = self._flow(scope, is_media=has_media) if scope.arrival is None else scope.arrival.flow
+        flow = scope.flow or self._flow(scope, is_media=has_media)
         return QueuedRequest(
             flow,
             self._priority(scope),

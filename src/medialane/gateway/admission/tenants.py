@@ -1,5 +1,6 @@
 """Tenants: who may ask, at what rate, how many requests at a time, and with what priority, by the file of `--keys`; and
-how many requests with media there are at a time, in all and of one tenant.
+how many requests with media there are at a time, in all and of one tenant. Gateways of one port count them together
+(`SharedCounts`).
 
 The file has one JSON object a line for each tenant, with the hash of its key and its limits:
 
@@ -12,29 +13,40 @@ Empty lines, and lines that begin with `#`, are skipped. The file has no key, on
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.runtime.private_files import read_private
 from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded, RateLimitExceeded, StartupFailed
 from medialane.types.media_lease import TenantShares
-from medialane.types.retry_after import Places, retry_after
+from medialane.types.retry_after import Permits, retry_after
 
 if TYPE_CHECKING:
     from medialane.gateway.request.scope import RequestScope
+
 
 logger = logging.getLogger(__name__)
 
 SETTING = "--keys"
 
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+#: Names that all gateways have; tenants have none that begins like these.
+QUEUED_REQUESTS = "~requests"
+QUEUED_BYTES = "~bytes"
+PREPARING = "~preparing"
+PREPARED = "~prepared"
+WAITING = "~waiting"
+#: Rows; the file is sparse, and a row that no name has takes no memory.
+_NUM_ROWS = 1 << 16
+_FLOAT_BYTES = 8
 
 
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,7 +113,7 @@ class Tenant:
         self.limits = limits
         self._counts = counts
         self._clock = clock
-        self._places = Places(clock=clock)
+        self._permits = Permits(clock=clock)
         self._is_removed = False
 
     def priority(self, wanted: int) -> int:
@@ -114,13 +126,13 @@ class Tenant:
         self._check_concurrency()
         self._check_rate()
         place = object()
-        self._places.take(place)
+        self._permits.take(place)
         self._count(1)
         try:
             yield
         finally:
             self._count(-1)
-            self._places.free(place)
+            self._permits.free(place)
 
     def remove(self) -> None:
         """The file does not have it any more: requests that run are not counted."""
@@ -134,7 +146,7 @@ class Tenant:
         limit = self.limits.concurrency
         if limit is not None and self._counts.total(self.name) >= limit:
             message = f"this API key has {limit} requests in flight, which is its limit"
-            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._permits.promise())
 
     def _check_rate(self) -> None:
         """The generic cell rate algorithm: the shared value is when the bucket will be full again."""
@@ -226,7 +238,7 @@ class Admission:
     def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._admitted: set[RequestScope] = set()
         self._shares = TenantShares(limit, tenant_share=tenant_share)
-        self._places = Places(clock=clock)
+        self._permits = Permits(clock=clock)
 
     @property
     def num_in_flight(self) -> int:
@@ -241,16 +253,92 @@ class Admission:
         if tenant and self._shares.free_of(tenant) <= 0:
             most = self._shares.most_of(tenant)
             message = f"this API key has {most} requests with media in flight, its share of what the server accepts"
-            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._permits.promise())
         if self._shares.free <= 0:
             message = "too many concurrent requests with media"
-            raise MediaOverloaded(message, retry_after_s=self._places.promise())
+            raise MediaOverloaded(message, retry_after_s=self._permits.promise())
         self._admitted.add(scope)
         self._shares.add(tenant, 1)
-        self._places.take(scope)
+        self._permits.take(scope)
         scope.defer(lambda: self._end(scope, tenant))
 
     def _end(self, scope: RequestScope, tenant: str) -> None:
         self._admitted.discard(scope)
         self._shares.add(tenant, -1)
-        self._places.free(scope)
+        self._permits.free(scope)
+
+
+class SharedCounts:
+    """The counts of gateway `index` of `num_gateways`, which share the file at `path`; without a path, its own.
+
+    Numbers that the gateways of one port count together, in memory that all of them map. A connection belongs to one
+    gateway, and connections are spread unevenly: to divide a limit by the number of gateways would lower it, as a
+    client with one connection would have a part of it. Each name has a row: a value that any gateway sets, and a count
+    for each gateway that only this one changes. A row is found by a hash of the name, so gateways need not exchange its
+    place. There are no locks, which a stopped process would hold for ever: reads and writes of eight aligned bytes are
+    atomic, and if two gateways set a value in the same microsecond, one of the two changes is lost. A gateway that
+    starts sets its counts to 0, whatever the one before it has left.
+    """
+
+    def __init__(self, path: str = "", *, index: int = 0, num_gateways: int = 1) -> None:
+        """Raises StartupFailed."""
+        self._index, self._width = 1 + index, 1 + num_gateways
+        self._rows: dict[str, int] = {}
+        size = _NUM_ROWS * self._width * _FLOAT_BYTES
+        self._values = memoryview(_mapped(path, size) if path else mmap.mmap(-1, size)).cast("d")
+        self.assign(())
+
+    def assign(self, names: Iterable[str]) -> None:
+        """Give each name, besides the constant ones, its row, the same one in every gateway with the same names; of
+        names that hash to one row, all but the first get the next free one. Own counts move along, counts of other
+        names end."""
+        counts = {name: self.own(name) for name in self._rows}
+        for name in counts:
+            self.set_own(name, 0)
+        taken: set[int] = set()
+        self._rows = {}
+        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, PREPARING, PREPARED, WAITING, *names}):
+            row = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _NUM_ROWS
+            while row in taken:
+                row = (row + 1) % _NUM_ROWS
+            taken.add(row)
+            self._rows[name] = row * self._width
+            self.set_own(name, counts.get(name, 0))
+
+    def value(self, name: str) -> float:
+        return self._values[self._rows[name]]
+
+    def set_value(self, name: str, value: float) -> None:
+        self._values[self._rows[name]] = value
+
+    def own(self, name: str) -> int:
+        return int(self._values[self._rows[name] + self._index])
+
+    def set_own(self, name: str, count: int) -> None:
+        self._values[self._rows[name] + self._index] = count
+
+    def total(self, name: str) -> int:
+        """Return the sum of all gateways' counts."""
+        row = self._rows[name]
+        return int(sum(self._values[row + 1 : row + self._width]))
+
+    def is_turn(self, name: str, now: float, *, turn_s: float) -> bool:
+        """Return whether it is the turn of this gateway, by a clock that all have in common: this one, and each other
+        that has a count, have turns of `turn_s`."""
+        row = self._rows[name]
+        others = [at for at in range(1, self._width) if at == self._index or self._values[row + at]]
+        return others[int(now / turn_s) % len(others)] == self._index
+
+
+def _mapped(path: str, size: int) -> mmap.mmap:
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(file, size)
+            return mmap.mmap(file, size)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise StartupFailed(
+            f"cannot map {path}, by which gateways share limits: {os.strerror(error.errno or 0)}"
+        ) from error

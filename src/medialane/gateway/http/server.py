@@ -6,16 +6,17 @@ accumulate before its request reaches the app is a header (or trailer, or chunk 
 connections. The parser (httptools) buffers an incomplete header without a limit, and uvicorn adds none: its h11 limits
 apply to another parser, and `limit_concurrency` counts a connection only after its header is complete. Here each of
 them has a limit, and a header has a timeout. The same timeout applies to the rest of a body after the response is
-complete: uvicorn would read and discard it forever. Some clients read only once they have sent everything, so
-`MAX_DISCARDED_BYTES` of that rest are read; then the connection is reset. The response has arrived by then.
+complete: uvicorn would read and discard it forever, or, if the connection ends with the response, nothing, and then
+the client's next bytes reset it. Some clients read only once they have sent everything, so `MAX_DISCARDED_BYTES` of
+that rest are read; then the connection is reset. The response has arrived by then.
 
 Bodies are limited where they are read (`bodies`). A client that does not read its response holds what that is made of:
 it is disconnected when it has read nothing for as long as a body may take.
 
 When the server stops, uvicorn would close idle connections at once, on which a request may be under way.
 
-Behind the name router, the server restores the client's address. The router's own header has it, not
-`X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts it, or not, as without a router
+Behind the name router, the server restores the client's address. The name router's own header has it, not
+`X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts it, or not, as without a name router
 (`FORWARDED_ALLOW_IPS`, `access`).
 """
 
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.responses import REQUEST_ID, error_body, error_headers, header, new_id
@@ -189,8 +190,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         self._unparsed_bytes = 0
         super().on_headers_complete()
-        if self._is_stopping() and self.cycle is not None:
-            self.cycle.keep_alive = False  # the response tells the client
+        if self.cycle is not None:
+            self.cycle.transport = _RequestTransport(self.transport, self.cycle)  # type: ignore[assignment]  # in part
+            if self._is_stopping():
+                self.cycle.keep_alive = False  # the response tells the client
 
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
@@ -207,6 +210,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._clear_deadline()
         super().on_message_complete()
+        if self.cycle is not None and self.cycle.response_complete and not self.cycle.keep_alive:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -277,6 +282,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write(_response(error))
         request_id.reset(token)
         self.transport.close()
+
+
+class _RequestTransport:
+    """The transport of one request: a response that ends the connection ends it when the rest of the request's body has
+    been received."""
+
+    def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle) -> None:
+        self._transport = transport
+        self._cycle = cycle
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+
+    def close(self) -> None:
+        if not (self._cycle.response_complete and self._cycle.more_body):
+            self._transport.close()
 
 
 def _response(error: MedialaneError) -> bytes:
@@ -391,8 +411,8 @@ def address_header(scope: Scope) -> tuple[bytes, bytes]:
 
 
 class RestoredClient:
-    """An ASGI app whose requests come from a router, over a socket that only this user reaches: restores what the
-    router has seen of the connection."""
+    """An ASGI app whose requests come from the name router, over a socket that only this user reaches: restores
+    what the name router has seen of the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

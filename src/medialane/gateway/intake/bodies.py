@@ -26,7 +26,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from medialane.types.media_lease import TenantShares
-from medialane.types.retry_after import Places
+from medialane.types.retry_after import Permits
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -62,7 +62,7 @@ class BodyMemory:
         self._charged = TenantShares(max_bytes, tenant_share=tenant_share, least_share=least_share)
         self._clock = clock
         #: The charges that are not 0.
-        self.places = Places(clock=clock)
+        self.permits = Permits(clock=clock)
         self._idle_s = idle_s
         self._idle_bytes = 0
         #: Unused buffers, by their length, with the time since when, oldest first.
@@ -80,13 +80,13 @@ class BodyMemory:
         if tenant and num_bytes > 0 and num_bytes > self._charged.free_of(tenant):
             most = self._charged.most_of(tenant)
             message = f"the bodies of this API key's requests in flight have {most} bytes, its share of their memory"
-            raise ConcurrencyLimitExceeded(message, retry_after_s=self.places.promise())
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self.permits.promise())
         if num_bytes > 0 and num_bytes > self._charged.free:
             logger.warning(
                 "request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes
             )
             message = "the memory budget for request bodies is exhausted"
-            raise BodyMemoryExhausted(message, retry_after_s=self.places.promise())
+            raise BodyMemoryExhausted(message, retry_after_s=self.permits.promise())
         self._charged.add(tenant, num_bytes)
         if self.num_bytes + self._idle_bytes > self._max_bytes:
             self._unmap_idle(math.inf)
@@ -161,9 +161,9 @@ class BudgetCharge:
         self._memory.charge(num_bytes - self._num_bytes, self._tenant)
         self._num_bytes = num_bytes
         if num_bytes:
-            self._memory.places.take(self)
+            self._memory.permits.take(self)
         else:
-            self._memory.places.free(self)
+            self._memory.permits.free(self)
 
     def add(self, num_bytes: int) -> None:
         """Charge more. Raises BodyMemoryExhausted."""

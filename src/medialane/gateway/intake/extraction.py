@@ -17,8 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.limits import REPLACED_SURROGATES, check_counts, make_strict_json, scan_json
-from medialane.gateway.intake.places import Place
-from medialane.gateway.intake.references import References
+from medialane.gateway.intake.places import Place, References
 from medialane.gateway.intake.search import decode_body, media_places, priority_of
 from medialane.gateway.intake.sent_features import sent_features
 from medialane.gateway.intake.skeleton import (

@@ -1,4 +1,5 @@
-"""The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid.
+"""The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid; and the references by
+which intake replaces them.
 
 `extract` of a place returns the item, and the edits that replace it in the body by `reference`, a JSON string. Its
 errors are MedialaneErrors; one that names no field is about the place, `param`.
@@ -13,6 +14,11 @@ modality are ignored. Unknown ones are errors: vLLM, which ignores them, has no 
 
 from __future__ import annotations
 
+import json
+import re
+import secrets
+from base64 import b64encode
+from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import islice
 from typing import TypeVar
@@ -20,7 +26,6 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.gateway.intake.references import REFERENCE_SCHEME
 from medialane.gateway.intake.skeleton import (
     ABSENT,
     NOT_TEXT,
@@ -45,6 +50,16 @@ from medialane.types.errors import InvalidMediaUrl, InvalidRequest, MediaTooLarg
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MODALITIES, Alias, MediaRef, Modality
 from medialane.types.media_lease import MEDIA_SCHEME, is_leased, leased_hash
+
+#: Scheme of all references. Clients must not use it as a URL.
+REFERENCE_SCHEME = "medialane:"
+#: By which a client names a feature, where its tensors could be.
+FEATURE_SCHEME = f"{REFERENCE_SCHEME}feature/"
+_NUM_RANDOM_BYTES = 9
+#: Most characters of a client's URL in a message.
+_MAX_QUOTED_CHARS = 80
+#: Shorter beginnings of a reference may be the end of a word.
+_MIN_HEAD = len("medial")
 
 
 class MediaPlace(msgspec.Struct, frozen=True, gc=False):
@@ -280,3 +295,63 @@ def _read(raw: msgspec.Raw, param: str) -> int | float | None:
     except msgspec.DecodeError as error:
         raise InvalidRequest("the option must be a number", param=param) from error
     return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+class References(msgspec.Struct, frozen=True):
+    """The references of one request: `prefix`, and the item's number.
+
+    They are the texts by which intake replaces media in a body, and lead back to what the client has sent. A client
+    cannot write one: it contains a random text that is chosen after the body was written, for one request. So what a
+    reference resolves to has been counted by intake.
+    """
+
+    prefix: str
+
+    @classmethod
+    def random(cls) -> References:
+        return cls(f"{REFERENCE_SCHEME}{secrets.token_urlsafe(_NUM_RANDOM_BYTES)}:")
+
+    def text(self, number: int) -> str:
+        return f"{self.prefix}{number}"
+
+    def number(self, text: str) -> int | None:
+        """Return the item's number, None if the text is not a reference.
+
+        If a client sends bare base64 (`input_audio`, an Anthropic image), vLLM's app builds a data: URL from its
+        replacement: `data:audio/wav;base64,<reference>`.
+        """
+        if text.startswith("data:"):
+            text = text.rpartition(";base64,")[2]
+        number = text.removeprefix(self.prefix)
+        return int(number) if text.startswith(self.prefix) and number.isdecimal() else None
+
+    def quoting_client(self, document: bytes, refs: Sequence[MediaRef], *, is_error: bool) -> bytes:
+        """Return a JSON document with the references in its strings replaced by the start of what the client sent; of
+        an error, also without fragments of references, which elsewhere may be a model's words."""
+        if is_error:
+            document = re.sub(self._fragments(), b"...", document)
+        if self.prefix.encode() not in document:
+            return document
+
+        def quote(match: re.Match[bytes]) -> bytes:
+            number = int(match[1])
+            return json.dumps(_quoted(refs[number]))[1:-1].encode() if number < len(refs) else match[0]
+
+        return re.sub(rb"(?:data:[\w/.+-]*;base64,)?%b(\d+)" % re.escape(self.prefix.encode()), quote, document)
+
+    def _fragments(self) -> bytes:
+        """Return the expression for what pydantic leaves of a reference where it abridges a value in its middle."""
+        size = len(self.prefix)
+        heads = "|".join(re.escape(self.prefix[:n]) for n in range(size, _MIN_HEAD - 1, -1))
+        tails = "|".join(re.escape(self.prefix[n:]) for n in range(1, size - 1))
+        return rf"(?:{heads})\.\.\.(?:(?:{tails})\d+)?|\.\.\.(?:{tails})\d+".encode()
+
+
+def _quoted(ref: MediaRef) -> str:
+    if ref.alias is not None and (ref.is_alias or ref.is_embeds):  # their reference is in the uuid
+        text = ref.alias.uuid
+    elif ref.data is None:
+        text = ref.content or "" if ref.is_feature else ref.url or ""
+    else:
+        text = f"data:{ref.media_type or ''};base64,{b64encode(ref.data[:_MAX_QUOTED_CHARS]).decode()}"
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."

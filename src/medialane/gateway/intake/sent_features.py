@@ -11,7 +11,7 @@ from itertools import chain
 
 import msgspec
 
-from medialane.gateway.intake.references import FEATURE_SCHEME, REFERENCE_SCHEME, References
+from medialane.gateway.intake.places import FEATURE_SCHEME, REFERENCE_SCHEME, References
 from medialane.gateway.intake.search import RequestBody
 from medialane.gateway.intake.skeleton import ABSENT, NULL, QUOTE, UNREADABLE, Edit, Skeleton, first_byte
 from medialane.media import MediaConfig, decode_base64

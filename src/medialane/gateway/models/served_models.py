@@ -26,9 +26,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from medialane.gateway.http.access import STATE_PATH
-from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.http.responses import NO_STORE, send_response
+from medialane.gateway.workers.pool import Health
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable
 from medialane.wire.listener import has_listener
@@ -69,7 +69,7 @@ MAX_LEARNED = 4096
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What the router knows of a model: `label` is its table's name; `names` are from `--served-model-name`,
+    """What the name router knows of a model: `label` is its table's name; `names` are from `--served-model-name`,
     `adapters` from `--lora-modules`, `sockets` the paths at which its gateways listen."""
 
     label: str
@@ -364,7 +364,7 @@ def _with(line: bytes, pair: bytes) -> bytes:
 
 
 def up_page(up: Mapping[str, bool]) -> bytes:
-    """Return the page of the router's own series."""
+    """Return the page of the name router's own series."""
     lines = [
         b"# HELP medialane_model_up Whether a gateway of the model answers.",
         b"# TYPE medialane_model_up gauge",

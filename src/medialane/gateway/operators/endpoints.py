@@ -1,4 +1,5 @@
-"""The page and its JSON API (docs/reference/state.md).
+"""The page and its JSON API (docs/reference/state.md); and single workers, to list and drain them (`WorkerControl`).
+Which there are is decided elsewhere: by --worker, by themselves when they join, by Ray or Kubernetes.
 
 Theory of operation. A gateway that is asked makes its own part, and gets its siblings' parts over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who
@@ -15,13 +16,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 
 from medialane.gateway.http.access import FILE_PATH, PAGE_PATH, REQUEST_PATH, REQUESTS_PATH, STATE_PATH
-from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, decoded, no_others
 from medialane.gateway.http.responses import JSON, NO_STORE, header, query_fields, send_response
 from medialane.gateway.operators.state import (
@@ -33,14 +33,19 @@ from medialane.gateway.operators.state import (
     whole_state,
 )
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
-from medialane.gateway.workers.pool import WorkerPool
+from medialane.gateway.workers.link import WorkerLink
+from medialane.gateway.workers.pool import Health, WorkerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
-from medialane.types.errors import InvalidRequest, NotFound
+from medialane.types.errors import InvalidRequest, NotFound, NoWorkerReady
 from medialane.types.media import MODALITIES
+from medialane.types.request import WorkerRole, WorkerState
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+#: What gateways of a port ask each other: the workers that one is connected to.
+CONNECTED = "connected-workers"
 
 #: Listed requests.
 MAX_LIMIT = 1000
@@ -208,6 +213,72 @@ class OperatorEndpoints:
     async def _refresh_store(self) -> None:
         if self._store is not None:
             await self._store.refresh(_REFRESH_S)
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker as its operator sees it. `run` is different each time that it is started, and empty while it is not
+    connected; `num_requests` counts all gateways' requests. `origin` is who has named it: --worker, or itself when it
+    joined. `unreachable_from` are the gateways of the port that have no connection to it, or do not answer."""
+
+    name: str
+    role: WorkerRole
+    state: WorkerState
+    run: str
+    num_requests: int
+    address: str = ""
+    origin: Literal["configured", "joined"] = "configured"
+    unreachable_from: list[str] = []
+
+
+class WorkerControl:
+    """`index` is this gateway's among the gateways of its port; `ask_others` asks the others."""
+
+    def __init__(self, workers: WorkerPool, *, ask_others: AskOthers = no_others, index: str = "0") -> None:
+        self._workers = workers
+        self._ask_others = ask_others
+        self._index = index
+
+    @property
+    def answers(self) -> Mapping[str, Callable[[str], Awaitable[bytes]]]:
+        """What other gateways of the port may ask."""
+        return {CONNECTED: self._answer_connected}
+
+    async def listed(self, _parameters: Mapping[str, str]) -> bytes:
+        """Workers and encoders, with their states."""
+        others = await self._ask_others(CONNECTED)
+        connected = {index: decoded(answer, set[str]) or set() for index, answer in others.items()}
+        connected[self._index] = self._connected()
+        infos = []
+        for link in self._workers.links.values():
+            missing = sorted((index for index, names in connected.items() if link.name not in names), key=int)
+            infos.append(msgspec.structs.replace(self._info(link), unreachable_from=missing))
+        return msgspec.json.encode(infos)
+
+    async def drain(self, parameters: Mapping[str, str]) -> bytes:
+        """Have one worker take no new requests, and stop when its requests have ended or moved to others."""
+        link = self._link(parameters["name"])
+        if not link.drain():
+            raise NoWorkerReady(f"worker {link.name} is not connected", retry_after_s=5)
+        return msgspec.json.encode(self._info(link))
+
+    async def _answer_connected(self, _path: str) -> bytes:
+        return msgspec.json.encode(sorted(self._connected()))
+
+    def _connected(self) -> set[str]:
+        return {link.name for link in self._workers.links.values() if link.client is not None}
+
+    def _link(self, name: str) -> WorkerLink:
+        if (link := self._workers.links.get(name)) is None:
+            known = ", ".join(self._workers.links) or "none"
+            raise InvalidRequest(f"there is no worker named {name[:200]}; the workers are: {known}", param="name")
+        return link
+
+    def _info(self, link: WorkerLink) -> WorkerInfo:
+        endpoints = link.endpoints()
+        num_reported = sum(endpoint.load.num_running + endpoint.load.num_waiting for endpoint in endpoints)
+        origin: Literal["configured", "joined"] = "configured" if link.address else "joined"
+        num_requests = max(num_reported, endpoints[0].num_in_flight)
+        return WorkerInfo(link.name, link.role, link.state, link.worker_id, num_requests, link.address, origin)
 
 
 class _Endpoint:

@@ -18,8 +18,15 @@ from medialane.gateway.records.recent import (
     series,
 )
 from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord, embedding_outcome
-from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
-from medialane.gateway.records.redaction import MediaStandIn, parse_stand_in, with_media
+from medialane.gateway.records.recording import (
+    MAX_PENDING_BYTES,
+    RECORDING_FORMAT,
+    MediaStandIn,
+    Recordable,
+    Recorder,
+    parse_stand_in,
+    with_media,
+)
 from medialane.gateway.records.report import ReportSender, report_schema, request_report, routing_report
 from medialane.gateway.records.trace import AttemptTrace, RequestTrace, RequestTracing
 from medialane.gateway.records.view import RequestView, log_end, request_view

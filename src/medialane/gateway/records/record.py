@@ -210,7 +210,7 @@ class RequestRecord:
             if (record := self.items.get(item.ref.param)) is not None:
                 record.prepared(item, count)
 
-    def encoded(self, mm_hash: str, started_at: float) -> None:
+    def embedded(self, mm_hash: str, started_at: float) -> None:
         """Record that an encoder has had an item since then."""
         now = time.perf_counter()
         self.timeline.add("encode", now - started_at)

@@ -42,7 +42,7 @@ class DeliveredAnswer:
             choice.add(completion)
 
     def unfinished(self, num_choices: int) -> list[DeliveredChoice]:
-        """Return the choices that are not complete, including choices of which nothing was delivered."""
+        """Return the choices that are not complete, including choices without any delivered output."""
         choices = [self._choices.get(index) or DeliveredChoice(index) for index in range(num_choices)]
         return [choice for choice in choices if not choice.is_finished]
 

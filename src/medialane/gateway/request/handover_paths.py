@@ -21,7 +21,7 @@ from medialane.gateway.config import TransportChoice
 from medialane.observability.timeline import RequestTimeline
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPayload, MoverChoice, PlacedFeature, PreparedPrompt, StagedItem
-from medialane.types.request import ExpandedPrompt, Prompt, SourcePrompt
+from medialane.types.request import ExpandedPrompt, Prompt, UnexpandedPrompt
 from medialane.types.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName
 from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor
 
@@ -205,7 +205,7 @@ async def prompt_for(
         return ExpandedPrompt(token_ids, tuple(sent), source.options, prepared.encoder_token_ids)
     sent = await path.transport.publish(list(map(_source_payload, items)), timeline)
     encoder_token_ids = None if prepared.encoder_token_ids is None else source.token_ids
-    return SourcePrompt(token_ids, tuple(sent), source.options, stage.name, encoder_token_ids)
+    return UnexpandedPrompt(token_ids, tuple(sent), source.options, stage.name, encoder_token_ids)
 
 
 def feature_payload(placed: PlacedFeature, encoder_ms_per_token: float) -> MediaPayload:

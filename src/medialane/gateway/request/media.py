@@ -13,7 +13,7 @@ import msgspec
 
 from medialane.gateway.request.assembly import Assembly, ImageBudget
 from medialane.gateway.request.scope import RequestScope
-from medialane.gateway.request.store_features import StoreFeatures
+from medialane.gateway.request.store_items import StoreItems
 from medialane.media import MediaConfig, sniff_image
 from medialane.media.data_url import PIXMAP_TYPE
 from medialane.observability.timeline import RequestTimeline
@@ -34,7 +34,7 @@ class RequestMedia:
     def __init__(
         self,
         source: MediaPrompt,
-        features: StoreFeatures,
+        store_items: StoreItems,
         scope: RequestScope,
         assembly: Assembly,
         *,
@@ -44,7 +44,7 @@ class RequestMedia:
         self.encoder = encoder
         self.source = source
         self._assembly = assembly
-        self.features = features
+        self.store_items = store_items
         self.scope = scope
         self._items: dict[StageName, tuple[StagedItem, ...]] = {}
 
@@ -68,7 +68,7 @@ class RequestMedia:
     def of(self, items: Sequence[MediaRef]) -> RequestMedia:
         """Return some items of the prompt as media of their own."""
         source = msgspec.structs.replace(self.source, items=tuple(items))
-        return RequestMedia(source, self.features, self.scope, self._assembly)
+        return RequestMedia(source, self.store_items, self.scope, self._assembly)
 
     async def without_embeddings(self) -> int:
         self.encoder, num_embeddings = "", 0
@@ -84,30 +84,30 @@ class RequestMedia:
 
     async def with_embeddings(self, mm_hashes: Collection[str]) -> tuple[Feature, ...]:
         items = await self.in_stage(BEST_STAGE)
-        encoded = await gather_or_cancel([self._encoded(item, mm_hashes) for item in items])
-        self._items[BEST_STAGE] = encoded
-        return tuple(item.feature for item in encoded)
+        embedded = await gather_or_cancel([self._embedded(item, mm_hashes) for item in items])
+        self._items[BEST_STAGE] = embedded
+        return tuple(item.feature for item in embedded)
 
     def note_embedded(self, mm_hashes: Collection[str]) -> None:
         for item in chain.from_iterable(self._items.values()):
             if item.feature.mm_hash in mm_hashes and item.feature.embedding is None:
-                self.features.forget(item.hold)
+                self.store_items.forget(item.hold)
 
     @property
     def is_lost(self) -> bool:
         entries = [item.feature.entry for item in chain.from_iterable(self._items.values())]
-        return any(entry is not None and entry.arena != self.features.arena for entry in entries)
+        return any(entry is not None and entry.arena != self.store_items.arena for entry in entries)
 
-    async def _encoded(self, item: StagedItem, mm_hashes: Collection[str]) -> StagedItem:
+    async def _embedded(self, item: StagedItem, mm_hashes: Collection[str]) -> StagedItem:
         """Return the item with its embedding, if it is one of these and is found."""
         if item.feature.embedding is not None or item.feature.mm_hash not in mm_hashes or not self.encoder:
             return item
         # By content: the URL is not fetched again, and data are not hashed again.
         ref = msgspec.structs.replace(item.ref, url=None, data=None, alias=None, content=item.content_hash)
         options, budget = self.source.options, ImageBudget(self._assembly, self.source.options)
-        self.features.forget(item.hold)
+        self.store_items.forget(item.hold)
         try:
-            found = await self.features.processed(ref, options, RequestTimeline(), budget, encoder=self.encoder)
+            found = await self.store_items.processed(ref, options, RequestTimeline(), budget, encoder=self.encoder)
         except MedialaneError as error:
             logger.info("the embedding of an item is not found: %s", error.message)
             return item
@@ -120,19 +120,19 @@ class RequestMedia:
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
         sends, budget = STAGES[stage].sends, self._budget()
         for ref in self.source.items:
-            await self.features.count_sent(ref, budget)
+            await self.store_items.count_sent(ref, budget)
         return await gather_or_cancel([self._found(sends, ref, budget) for ref in self.source.items])
 
     async def _found(self, sends: str, ref: MediaRef, budget: ImageBudget) -> StagedItem:
         """Look up an item, or have it prepared, in the form that a stage sends."""
-        features, options = self.features, self.source.options
+        store_items, options = self.store_items, self.source.options
         with self.scope.record.finding(ref) as timeline:
             if sends == "processed":
-                item = await features.processed(ref, options, timeline, budget, encoder=self.encoder)
+                item = await store_items.processed(ref, options, timeline, budget, encoder=self.encoder)
             elif sends == "decoded":
-                item = await features.decoded(ref, options, timeline, budget)
+                item = await store_items.decoded(ref, options, timeline, budget)
             else:
-                item = await features.encoded(ref, options, timeline, budget)
+                item = await store_items.encoded(ref, options, timeline, budget)
         keep(item, self.scope)
         if item.is_hit and ref.modality == "image":  # others have been counted before they were prepared
             await budget.add(ref, item.feature.size.width, item.feature.size.height)
@@ -140,7 +140,7 @@ class RequestMedia:
 
     async def _described(self, ref: MediaRef, budget: ImageBudget) -> StagedItem:
         with self.scope.record.finding(ref) as timeline:
-            described = await self.features.described(ref, self.source.options, timeline, budget)
+            described = await self.store_items.described(ref, self.source.options, timeline, budget)
         return described or await self._found("processed", ref, budget)
 
     def _budget(self) -> ImageBudget:
@@ -160,10 +160,10 @@ class PlainHashes:
     `close`."""
 
     def __init__(
-        self, hasher: MediaHasher, features: StoreFeatures, *, fairness: LoopFairness, media: MediaConfig
+        self, hasher: MediaHasher, store_items: StoreItems, *, fairness: LoopFairness, media: MediaConfig
     ) -> None:
         self._hasher = hasher
-        self._features = features
+        self._store_items = store_items
         self._fairness = fairness
         self._media = media
         self._executor = ThreadPoolExecutor(1, "media-hash")
@@ -184,7 +184,7 @@ class PlainHashes:
         of_urls = media.of([items[number] for number in urls])
         for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
             content = item.content_hash or ""
-            (fetched[content],) = self._features.tensors(item.feature)
+            (fetched[content],) = self._store_items.tensors(item.feature)
             # Leased media are found by their lease.
             url = items[number].url if is_leased(items[number].url) else None
             items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
@@ -228,7 +228,7 @@ class PlainHashes:
         if isinstance(item, MediaRef) or self._is_hashed(item):
             return item
         (decoded,) = await media.of([item.ref]).in_stage("decoded")
-        (array,) = self._features.tensors(decoded.feature)
+        (array,) = self._store_items.tensors(decoded.feature)
         return DecodedItem(item.ref, item.data, DECODED[item.ref.modality].over(array, decoded.feature.size))
 
     def _is_rgb(self, ref: MediaRef, data: Bytes) -> bool:

@@ -29,7 +29,7 @@ from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
 from medialane.gateway.request.handover_paths import HandoverPath, Transports, prompt_for
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
-from medialane.gateway.request.store_features import StoreFeatures
+from medialane.gateway.request.store_items import StoreItems
 from medialane.gateway.workers.client import RemoteRequest
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool, on_hosts_of
@@ -116,7 +116,7 @@ class RequestRunner:
         *,
         config: GatewayConfig,
         transports: Transports,
-        features: StoreFeatures,
+        store_items: StoreItems,
         workers: WorkerPool,
         routes: Routes,
         metrics: Metrics,
@@ -132,7 +132,7 @@ class RequestRunner:
         self.metrics = metrics
         self._config = config
         self._transports = transports
-        self._features = features
+        self._store_items = store_items
         self._encoders = encoders
         self._queues = queues
         self._has_priorities = has_priorities
@@ -221,10 +221,10 @@ class RequestRunner:
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
         scope.timeline.enter("encode")
         headers = None if scope.trace is None else scope.trace.headers
-        encoded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
-        if not encoded:
+        embedded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
+        if not embedded:
             return prepared
-        features = await prepared.media.with_embeddings(encoded)
+        features = await prepared.media.with_embeddings(embedded)
         placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
@@ -366,8 +366,8 @@ class RequestRunner:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
         if call.ticket is not None:
             call.ticket.sent()
-        if call.scope.arrival is not None:
-            call.scope.arrival.sent()
+        if self._queues is not None:
+            self._queues.sent(call.scope)
         call.scope.record.sending(call.route.routed.decision, call.paths[0], is_sent=is_sent)
 
     @while_connected
@@ -390,7 +390,7 @@ class RequestRunner:
         if not isinstance(error, HandoverFailed):
             return error
         if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
-            return self._features.unavailable(_MEDIA_LOST)
+            return self._store_items.unavailable(_MEDIA_LOST)
         return GenerationFailed("the request's media could not be handed over to a worker")
 
     def _paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[HandoverPath | None]:
@@ -398,7 +398,7 @@ class RequestRunner:
             return (None,)
         paths = self._transports.paths(self._stage_for(prepared.source), link, prepared=bool(prepared.features))
         if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
-            raise self._features.unavailable(_MEDIA_LOST)
+            raise self._store_items.unavailable(_MEDIA_LOST)
         if not paths:
             raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
         return paths
@@ -482,8 +482,8 @@ class Attempts:
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
-        if call.scope.arrival is not None and (first.times is not None or not first.finished):
-            call.scope.arrival.flow.answered(first_at - self._sent_at)
+        if call.scope.flow is not None and (first.times is not None or not first.finished):
+            call.scope.flow.answered(first_at - self._sent_at)
         outcomes = self._runner.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from medialane.gateway.intake import BudgetCharge, ExtractedMedia
-from medialane.gateway.intake.references import References
+from medialane.gateway.intake.places import References
 from medialane.gateway.records import RequestRecord, RequestTrace
 from medialane.gateway.workers.client import RemoteRequest
 from medialane.types.errors import (
@@ -35,7 +35,7 @@ from medialane.types.media import MediaRef
 from medialane.types.media_lease import TENANT
 
 if TYPE_CHECKING:
-    from medialane.gateway.admission import Arrival, Preparation, Tenant
+    from medialane.gateway.admission import Flow, Preparation, Tenant
 
 
 P = ParamSpec("P")
@@ -64,8 +64,7 @@ class RequestScope:
     mentions it.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
-    queues, `arrival` is the request among the waiting ones there, unless it `passes_by`, and `preparation` that of its
-    media.
+    queues, it is one of the requests of `flow` there, unless it `passes_by`, and `preparation` is that of its media.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one). `record` is what remains of
     the request, and its report is made of it.
@@ -85,7 +84,7 @@ class RequestScope:
         self.received_at = self.timeline.started_at
         self.ttft_limit_ms: float | None = None
         self.passes_by = True
-        self.arrival: Arrival | None = None
+        self.flow: Flow | None = None
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
         self.trace: RequestTrace | None = None

@@ -1,7 +1,7 @@
 """A gateway's end of its connections to workers (`wire`; the worker's end is `worker.link`)."""
 
 from medialane.gateway.workers.client import ClientCalls, ClientRequests, RemoteRequest, RpcClient
-from medialane.gateway.workers.join_server import JoinServer
+from medialane.gateway.workers.pool import JoinServer
 from medialane.gateway.workers.reports import ClientReports
 
 __all__ = [

@@ -32,7 +32,7 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.request import EngineRequest, OutputDelta, merge_deltas
-from medialane.types.retry_after import Places
+from medialane.types.retry_after import Permits
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, Registration
@@ -225,7 +225,7 @@ class ClientRequests:
         self._connection = connection
         self._config = config
         self._requests: dict[str, RemoteRequest] = {}
-        self._places = Places()
+        self._permits = Permits()
         self._outgoing: dict[str, OutgoingRequest] = {}
 
     def __len__(self) -> int:
@@ -264,7 +264,7 @@ class ClientRequests:
             remote.on_release()
         else:
             self._requests[request_id] = remote
-            self._places.take(request_id)
+            self._permits.take(request_id)
         return remote
 
     def on_output(self, delta: OutputDelta, num_bytes: int) -> None:
@@ -297,7 +297,7 @@ class ClientRequests:
             )
 
     def _end(self, request_id: str) -> RemoteRequest:
-        self._places.free(request_id)
+        self._permits.free(request_id)
         return self._requests.pop(request_id)
 
     def _request(self, request_id: str) -> RemoteRequest:
@@ -311,9 +311,9 @@ class ClientRequests:
             raise WorkerLost("the worker was lost before the request was sent")
         if len(self._requests) >= self._config.max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
-            raise WorkerBusy(message, retry_after_s=self._places.promise())
+            raise WorkerBusy(message, retry_after_s=self._permits.promise())
         if self._connection.num_buffered_bytes + self.num_unsent_bytes > self._config.max_write_buffer_bytes:
-            raise WorkerBusy("the worker is overloaded", retry_after_s=self._places.promise())
+            raise WorkerBusy("the worker is overloaded", retry_after_s=self._permits.promise())
 
     def _send(self, request: EngineRequest) -> None:
         message, tensors = split(request)

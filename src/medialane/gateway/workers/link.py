@@ -237,7 +237,8 @@ class WorkerLink:
             await client.closed.wait()
             self._report_loss(has_drained=client.reports.state == "draining")
         finally:
-            await self._disconnect(client)
+            self._client = None
+            await client.close()
 
     async def _connect(self) -> RpcClient | None:
         try:
@@ -265,17 +266,10 @@ class WorkerLink:
         self.has_drained = False
         self._client, self._disagreements = client, differing
         client.on_change = self.on_change
-        self._join(client)
-        self.on_change()
-        self._failure = None
-
-    def _join(self, client: RpcClient) -> None:
         if self.router is not None and self.role != "encoder" and not client.closed.is_set():
             client.reports.route(self.router, self.endpoints(), same_host=lambda: self.same_host)
-
-    async def _disconnect(self, client: RpcClient) -> None:
-        self._client = None
-        await client.close()
+        self.on_change()
+        self._failure = None
 
     def _report_loss(self, *, has_drained: bool) -> None:
         self.has_drained = has_drained

@@ -1,4 +1,5 @@
-"""The workers and encoders of this gateway: one link each.
+"""The workers and encoders of this gateway, one link each (`WorkerPool`); the socket on which they join (`JoinServer`),
+and the gateway's health, as far as they decide it (`health_of`).
 
 The link of a worker that has joined exists from its first Join until some time after its loss: so long it is reported
 as lost. If such a worker reconnects, it replaces a connection whose loss this side has not noticed yet.
@@ -8,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -23,14 +27,24 @@ from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,
     NoWorkerReady,
+    StartupFailed,
     WorkerLost,
     WorkerStalled,
+    report_of,
 )
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
 from medialane.types.retry_after import Outage
-from medialane.wire.protocol import Join
+from medialane.wire.authentication import Role
+from medialane.wire.config import RpcConfig
+from medialane.wire.connection import Connection, check_version
+from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
+from medialane.wire.protocol import PROTOCOL_VERSION, Join
+from medialane.wire.security import Authentication, Security
 
 logger = logging.getLogger(__name__)
+
+#: Names of workers appear in logs and as values of metric labels.
+_NAME = re.compile(r"[\w.:/@+-]{1,200}", re.ASCII)
 
 
 def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
@@ -247,3 +261,138 @@ def on_hosts_of(lost: Iterable[str], addresses: Mapping[str, str]) -> frozenset[
 
 def _tcp_host(address: str) -> str:
     return address.rpartition(":")[0] if address.startswith("tcp://") else ""
+
+
+class JoinServer:
+    """The gateway's listening socket for workers that join: accepts connections and reads Join.
+
+    `serve_worker` is called, in a task per connection, with the Join of a worker whose version matches and with its
+    connection, and returns when that is closed; it raises MedialaneError to refuse the worker. Call `serve` once, and
+    `close` in any case.
+    """
+
+    def __init__(self, config: RpcConfig, serve_worker: Callable[[Join, RpcClient], Awaitable[None]]) -> None:
+        self._config = config
+        self._serve_worker = serve_worker
+        self._listener: Listener | None = None
+        self._unidentified: PendingConnections[RpcClient] = PendingConnections(
+            lambda client: client.connection.end(WorkerLost("too many unidentified connections"))
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, address: str) -> str:
+        """Start listening; return the address to connect to. Raises StartupFailed if it cannot."""
+        authentication = Authentication(Security.load(self._config), "rpc", Role.GATEWAY, Role.WORKER)
+        self._listener = await Listener.listen(address, self._open_connection, authentication)
+        return self._listener.address
+
+    async def close(self) -> None:
+        """Stop listening, and close all connections. Idempotent."""
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+            await listener.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=END_TIMEOUT_S)
+
+    def _open_connection(self) -> Connection:
+        return RpcClient(self._config, on_open=self._admit).connection
+
+    def _admit(self, client: RpcClient) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(client), name="joining worker")
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._ended(client, task))  # a task may be cancelled before its first step
+        self._unidentified.add(client, "a process that has not sent Join")
+
+    async def _serve(self, client: RpcClient) -> None:
+        try:
+            async with asyncio.timeout(self._config.heartbeat_timeout_s):
+                join = await self._join(client)
+            if join is not None:
+                await self._serve_worker(join, client)
+        except TimeoutError:
+            logger.info("a connection without a Join is closed")
+        except MedialaneError as error:
+            client.refuse(error)
+        except Exception as error:  # noqa: BLE001 - the supervisor: the failure of one worker must not affect others
+            report_of(error, "joining worker")
+
+    def _ended(self, client: RpcClient, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._unidentified.discard(client)
+        client.leave()
+
+    async def _join(self, client: RpcClient) -> Join | None:
+        """Return the Join of a connection; None if it was closed before. Raises StartupFailed."""
+        await asyncio.wait([client.join])
+        self._unidentified.discard(client)
+        if client.join.cancelled():
+            return None
+        join = client.join.result()
+        check_version(join.version, PROTOCOL_VERSION, ("worker", "gateway"))
+        if not _NAME.fullmatch(join.name):
+            raise StartupFailed("the worker's name must have 1 to 200 letters, digits or characters of _.:/@+-")
+        return join
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`ok`, `degraded` (requests are served, but something is missing), or `unavailable`; and why.
+
+    `/health` answers 200 with an empty body if all is well, like vLLM; 200 with a JSON body if requests are served with
+    reduced capacity or features; 503 if no worker is ready. `/ready` is whether to send requests here: it also answers
+    503 while the gateway stops. (`/live` answers 200 as long as the event loop runs.) The endpoints are
+    unauthenticated, so they have counts, not addresses: those are in the log.
+    """
+
+    status: Literal["ok", "degraded", "unavailable"]
+    problems: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join([self.status, *self.problems])
+
+    def response(self) -> tuple[int, bytes]:
+        """Return HTTP status and body."""
+        body = b"" if self.status == "ok" else msgspec.json.encode(self)
+        return 503 if self.status == "unavailable" else 200, body
+
+    def readiness(self, *, is_stopping: bool) -> tuple[int, bytes]:
+        """Return HTTP status and body of `/ready`."""
+        if is_stopping:
+            return Health("unavailable", ("this gateway is stopping",)).response()
+        return (200, b"") if self.status != "unavailable" else self.response()
+
+
+def health_of(workers: WorkerPool | None, problems: Iterable[str | None] = ()) -> Health:
+    """Return the gateway's current health. `problems` are what other components report; None entries are ignored.
+    `workers` is None if it needs none."""
+    own = () if workers is None else _worker_problems(workers)
+    all_problems = tuple(problem for problem in (*own, *problems) if problem is not None)
+    if workers is not None and not workers.num_ready:
+        return Health("unavailable", all_problems)
+    return Health("degraded" if all_problems else "ok", all_problems)
+
+
+def _worker_problems(workers: WorkerPool) -> Iterable[str]:
+    total, encoders = len(workers.of_role("worker")), workers.of_role("encoder")
+    if not total:
+        yield "no worker has joined"
+    if total > workers.num_ready:
+        yield f"{workers.num_ready} of {total} workers are ready"
+    num_encoders_ready = sum(link.is_ready for link in encoders)
+    if len(encoders) > num_encoders_ready:
+        yield f"{num_encoders_ready} of {len(encoders)} encoders are ready"
+    states = Counter(link.state for link in workers.links.values())
+    for state in ("stalled", "draining"):
+        if num := states[state]:
+            verb, log = "is" if num == 1 else "are", " (see its log)" if state == "stalled" else ""
+            yield f"{num} of {len(workers.links)} workers {verb} {state}{log}"
+    reports = [link.client.reports for link in workers.links.values() if link.client is not None]
+    if num_unknown := sum(each.has_unknown_blocks for each in reports):
+        what = "get requests without regard to their KV caches (see its log)"
+        yield f"{num_unknown} of {len(workers.links)} workers {what}"
+    if num_restarting := sum(each.has_failing_tasks for each in reports):
+        yield f"{num_restarting} of {len(workers.links)} workers had to restart background tasks (see its log)"
+    if workers.num_failing:
+        what = "refuse this gateway, are refused, or cannot be connected to (see its log)"
+        yield f"{workers.num_failing} of {len(workers.links)} workers {what}"

@@ -159,7 +159,7 @@ class AnswerTokens:
         self._digest = crc32(array("q", token_ids).tobytes(), crc32(f"{seed} {' '.join(mm_hashes)}".encode()))
 
     def next(self, excluded: Collection[int] = ()) -> int:
-        """Return the next token, which then precedes the others. It is none of the `excluded`, unless all are."""
+        """Return the next token, which then precedes the others. It is not one of the `excluded`, unless all are."""
         number = self._digest % NUM_ANSWER_TOKENS
         if excluded:
             later = range(number, number + NUM_ANSWER_TOKENS)
@@ -264,7 +264,7 @@ def sequence_of(
 
 class SimulatedSequence:
     """`items` are in the order of their placeholders. The sequence finishes after `max_tokens` output tokens, or with
-    one of `stop_token_ids`, which are none of its first `min_tokens`.
+    one of `stop_token_ids`, which its first `min_tokens` do not include.
 
     `blocks` hold the KV cache of `num_computed` tokens; `num_cached_tokens` is the number of prompt tokens found by the
     first prefix lookup (None before).

@@ -52,7 +52,7 @@ from medialane.types.request import (
     EngineRequest,
     ModelCard,
     OutputDelta,
-    SourcePrompt,
+    UnexpandedPrompt,
     WorkerLoad,
     WorkerRole,
 )
@@ -265,7 +265,7 @@ class VllmEngine:
         self._renew_card()
         accepted = await accepted_embeds(self.llm.model_config, self._ask)
         if accepted is not None:
-            self._reader.sources.accept_embeds(accepted)
+            self._reader.renderer.accept_embeds(accepted)
 
     def loads(self) -> list[WorkerLoad]:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
@@ -309,7 +309,7 @@ class VllmEngine:
             sent = self._reader.embeddings(request, embeddings)
             engine_input = await self._reader.engine_input(request, tensors, embeddings)
             # The decoder's prompt of a model that has an encoder's is known to the gateway.
-            expanded_here = isinstance(request.prompt, SourcePrompt) and request.prompt.encoder_token_ids is None
+            expanded_here = isinstance(request.prompt, UnexpandedPrompt) and request.prompt.encoder_token_ids is None
             expanded = prompt_token_ids(engine_input, request) if expanded_here else None
             placed = placed_media(engine_input) if expanded_here else []
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
@@ -357,7 +357,7 @@ class VllmEngine:
         """Stop EngineCore and its children. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._reader.sources.close()
+            self._reader.renderer.close()
             await self.events.close()
             stop_listening(self.llm)
             await asyncio.get_running_loop().run_in_executor(None, self.llm.shutdown)

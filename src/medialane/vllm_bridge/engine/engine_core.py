@@ -27,7 +27,7 @@ from medialane.types.errors import InvalidEmbeds, InvalidFeature, PreparationFai
 from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.engine.engine_embeddings import Measured
-from medialane.vllm_bridge.engine.source_prompt import GRID, MODALITY, VALUES, AcceptedEmbeds
+from medialane.vllm_bridge.engine.unexpanded_prompt import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
 from medialane.vllm_bridge.seams import engine_core

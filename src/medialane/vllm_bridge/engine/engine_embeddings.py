@@ -31,7 +31,7 @@ from medialane.types.errors import GenerationFailed, StartupFailed
 from medialane.types.hashing import content_hash, digest
 from medialane.types.request import ENCODER, EmbeddingCounts, EncodeCache, EncoderCard, WorkerRole
 from medialane.vllm_bridge.engine.embedding_connector import DIRECTORY, EmbeddingConnector
-from medialane.vllm_bridge.engine.source_prompt import AcceptedEmbeds
+from medialane.vllm_bridge.engine.unexpanded_prompt import AcceptedEmbeds
 from medialane.vllm_bridge.learned.settings import describe
 from medialane.vllm_bridge.seams import encoder_cache
 

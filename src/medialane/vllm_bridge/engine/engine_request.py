@@ -18,12 +18,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from medialane.types.errors import HandoverFailed, InvalidFeature, PromptRejected
 from medialane.types.feature import EmbeddingUse, MediaPayload, MediaSpan
-from medialane.types.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import embedding_connector
 from medialane.vllm_bridge.engine.embedding_schedule import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
-from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.vllm_bridge.engine.unexpanded_prompt import UnexpandedRenderer
 from medialane.vllm_bridge.items.arena_tensors import ArenaItem
 from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
@@ -60,7 +60,7 @@ class RequestReader:
                 modalities = " and ".join(profile.unfit)
                 logger.warning("this worker processes %s of its requests: %s", modalities, profile.unfit_reason)
             expand_marks(profile.processor)
-        self.sources = SourceRenderer(llm.renderer, llm.model_config, profile)
+        self.renderer = UnexpandedRenderer(llm.renderer, llm.model_config, profile)
         self._params = MsgpackDecoder(SamplingParams)
         self._pooling_params = MsgpackDecoder(PoolingParams)
         self._lora = MsgpackDecoder(LoRARequest)
@@ -132,7 +132,7 @@ class RequestReader:
         """Return vLLM's engine input; its features are views of `tensors` and have been validated. An item whose
         embedding is loaded has none.
 
-        Raises InvalidFeature, PromptRejected, and what `SourceRenderer.render` raises.
+        Raises InvalidFeature, PromptRejected, and what `UnexpandedRenderer.render` raises.
         """
         rendered = await self._rendered(request, tensors, embeddings)
         if request.generated:
@@ -148,8 +148,8 @@ class RequestReader:
         embeddings: Sequence[EmbeddingUse | None],
     ) -> Any:
         prompt = request.prompt
-        if isinstance(prompt, SourcePrompt):
-            return await self.sources.render(request, prompt, tensors)
+        if isinstance(prompt, UnexpandedPrompt):
+            return await self.renderer.render(request, prompt, tensors)
         if not prompt.features:
             return tokens_input(prompt.token_ids, prompt=request.prompt_text, cache_salt=request.cache_salt)
         is_loaded = [use is not None and use.is_filled for use in embeddings or [None] * len(prompt.features)]

@@ -1,4 +1,4 @@
-"""The interface of the gateway to vLLM's app; implemented by `gateway.Gateway`, and split by who calls."""
+"""The interface of the gateway to vLLM's app; implemented by `gateway.AppBackend`, and split by who calls."""
 
 from __future__ import annotations
 

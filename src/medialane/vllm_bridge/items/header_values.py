@@ -18,7 +18,7 @@ complete input, in order, so that families whose items depend on each other are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, assert_never
 
 import msgspec
 import numpy as np
@@ -289,8 +289,10 @@ def stand_in(modality: Modality, size: MediaSize) -> Any:
         return np.broadcast_to(np.zeros(1, np.float32), (size.num_samples,))
     if modality == "image":
         return np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (size.height, size.width, 3))
-    frames = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (size.num_frames, size.height, size.width, 3))
-    return frames, msgspec.json.decode(size.metadata) if size.metadata else None
+    if modality == "video":
+        frames = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (size.num_frames, size.height, size.width, 3))
+        return frames, msgspec.json.decode(size.metadata) if size.metadata else None
+    assert_never(modality)
 
 
 def decode_options(options: bytes) -> dict[str, object]:

@@ -17,7 +17,7 @@ A preparer has one thread, so no other code sees the replacement; `tests/contrac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import numpy as np
@@ -116,6 +116,8 @@ def engine_media(media: Decoded, *, as_tensor: bool = False) -> Any:
         return media.samples, media.sample_rate
     if isinstance(media, FrameBatch):
         return media.frames, msgspec.json.decode(media.metadata)
+    if not isinstance(media, Image):
+        assert_never(media)
     if as_tensor and min(media.pixels.shape[:2]) > _MAX_CHANNELS:
         return torch.from_numpy(media.pixels).permute(2, 0, 1)
     return PILImage.fromarray(media.pixels)

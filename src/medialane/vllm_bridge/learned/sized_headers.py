@@ -36,7 +36,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 from transformers.image_utils import SizeDict
@@ -239,7 +239,9 @@ def blank(modality: Modality, size: MediaSize) -> Decoded:
     frame = (size.height, size.width, 3)
     if modality == "video":
         return FrameBatch(np.zeros((size.num_frames, *frame), np.uint8), size.metadata)
-    return Image(np.zeros(frame, np.uint8))
+    if modality == "image":
+        return Image(np.zeros(frame, np.uint8))
+    assert_never(modality)
 
 
 def noise(modality: Modality, size: MediaSize) -> Decoded:

@@ -55,7 +55,7 @@ class ChunkSource:
 
 
 def chunk_sources(modality: str, items: Sequence[Any]) -> tuple[str, Sequence[Any]]:
-    """Return modality and items of the chat parser; for chunks, the ones of which it made them."""
+    """Return modality and items of the chat parser; for chunks, the items that it made them from."""
     return (_IMAGE, [chunk[_IMAGE] for chunk in items]) if modality == _CHUNK else (modality, items)
 
 

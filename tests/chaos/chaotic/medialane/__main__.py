@@ -20,7 +20,7 @@ OURS = ("warm", "store", "worker")
 
 
 def chaotic(spec: ProcessSpec) -> ProcessSpec:
-    """As in all command lines, as many words as those of INTERPRETER come before the command."""
+    """As in all command lines, as many words as INTERPRETER has come before the command."""
     command = spec.argv[len(INTERPRETER) :]
     if command[0] == "worker" and os.environ.get("CHAOS_ENGINE") == "simulated":
         command = (*command[: command.index("--")], *SIMULATED)

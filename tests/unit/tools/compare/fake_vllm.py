@@ -19,7 +19,7 @@ REPORT = {
 
 
 class FakeVllm:
-    """`bodies` are those that it got, the warm-up's excluded."""
+    """`bodies` are what it got, the warm-up's excluded."""
 
     def __init__(self, *, reports=False):
         self.bodies = []

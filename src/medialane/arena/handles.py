@@ -1,4 +1,4 @@
-"""Handles on an entry: a reservation while it is written, leases while it is read. Each ends exactly once."""
+"""Handles on an entry: a reservation while it is written, pins while it is read. Each ends exactly once."""
 
 from __future__ import annotations
 
@@ -120,10 +120,10 @@ class Unfinished(NamedTuple):
     is_revoked: bool = False
 
 
-class Lease(Generic[T]):
+class Pin(Generic[T]):
     """One pin on one entry: its bytes stay in place until `release`. `value` describes the entry.
 
-    If a lease is garbage collected instead, the entry stays pinned (a process may still be reading) and a
+    If a pin is garbage collected instead, the entry stays pinned (a process may still be reading) and a
     ResourceWarning is issued.
     """
 
@@ -141,20 +141,20 @@ class Lease(Generic[T]):
         return self._entry.range
 
     def release(self) -> None:
-        """End the lease. Raises RuntimeError the second time: a lease must have one owner."""
+        """End the pin. Raises RuntimeError the second time: a pin must have one owner."""
         if self._released:
-            raise RuntimeError(f"the lease on {self.range} was already released")
+            raise RuntimeError(f"the pin on {self.range} was already released")
         self._released = True
         if (log := self._table.log) is not None:
             log.remove(self)
         self._table.unpin(self._entry)
 
-    def duplicate(self) -> Lease[T]:
-        """Return a second, independent lease on the same entry. Raises RuntimeError after `release`."""
+    def duplicate(self) -> Pin[T]:
+        """Return a second, independent pin on the same entry. Raises RuntimeError after `release`."""
         if self._released:
-            raise RuntimeError(f"the lease on {self.range} was already released")
+            raise RuntimeError(f"the pin on {self.range} was already released")
         self._table.pin(self._entry)
-        return Lease(self._table, self._entry, self.value)
+        return Pin(self._table, self._entry, self.value)
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +164,7 @@ class Lease(Generic[T]):
 
     def __del__(self) -> None:
         if not self._released:
-            warnings.warn(f"lease on {self.range} was dropped unreleased", ResourceWarning, source=self, stacklevel=2)
+            warnings.warn(f"pin on {self.range} was dropped unreleased", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"Lease({self.range}, {'released' if self._released else 'held'})"
+        return f"Pin({self.range}, {'released' if self._released else 'held'})"

@@ -25,7 +25,6 @@ from medialane.store.client import StoreLink
 from medialane.store.holds import HoldCache, StoreHold
 from medialane.store.messages import (
     AliasResolved,
-    Call,
     DescribeItem,
     FindItem,
     Form,
@@ -39,6 +38,7 @@ from medialane.store.messages import (
     Reply,
     ResolveAlias,
     SendData,
+    StoreCall,
 )
 from medialane.types.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
 from medialane.types.feature import Feature, Hold, StagedItem
@@ -90,7 +90,7 @@ class _Wanted(NamedTuple):
 _Key = tuple[str, str, bool, bool, bytes, bytes, str, str, _Wanted]
 
 
-class StoreFeatures:
+class StoreItems:
     """Finds or makes media items. The caller owns every hold that is returned.
 
     All raise MedialaneError with the request field of the reference: StoreUnavailable if the store is not connected.
@@ -331,7 +331,12 @@ class StoreFeatures:
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
 
     async def _ask(  # noqa: PLR0917 - the same as of `_find`
-        self, ref: MediaRef, call: Callable[[int], Call], timeline: RequestTimeline, budget: ImageBudget, form: Form
+        self,
+        ref: MediaRef,
+        call: Callable[[int], StoreCall],
+        timeline: RequestTimeline,
+        budget: ImageBudget,
+        form: Form,
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""
         if ref.url is None:

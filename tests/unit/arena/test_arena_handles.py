@@ -1,4 +1,4 @@
-"""Reservations and leases: each ends exactly once, with a warning if it did not."""
+"""Reservations and pins: each ends exactly once, with a warning if it did not."""
 
 import gc
 import warnings
@@ -22,7 +22,7 @@ def reservation(arena):
     made.abandon()
 
 
-def leased(arena, reservation):
+def pinned(arena, reservation):
     return arena.keep(reservation, "value")
 
 
@@ -49,16 +49,16 @@ def test_with_block_abandons_an_unpublished_reservation(arena, reservation):
 
 def test_with_block_leaves_a_taken_over_reservation_alone(arena, reservation):
     with reservation:
-        lease = leased(arena, reservation)
+        pin = pinned(arena, reservation)
     assert arena.stats().num_leases == 1
-    lease.release()
+    pin.release()
 
 
 def test_reservation_is_taken_over_once(arena, reservation):
-    lease = leased(arena, reservation)
+    pin = pinned(arena, reservation)
     with pytest.raises(RuntimeError, match="has ended"):
         arena.keep(reservation, "value")
-    lease.release()
+    pin.release()
 
 
 def test_abandoned_reservation_cannot_be_taken_over(arena, reservation):
@@ -68,18 +68,18 @@ def test_abandoned_reservation_cannot_be_taken_over(arena, reservation):
 
 
 def test_second_release_is_an_error_and_frees_nothing(arena, reservation):
-    lease = leased(arena, reservation)
-    other = lease.duplicate()
-    lease.release()
-    assert "released" in repr(lease)
+    pin = pinned(arena, reservation)
+    other = pin.duplicate()
+    pin.release()
+    assert "released" in repr(pin)
     with pytest.raises(RuntimeError, match="already released"):
-        lease.release()
+        pin.release()
     assert arena.stats().num_leases == 1
     other.release()
 
 
 def test_duplicate_lease_pins_the_entry_independently(arena, reservation):
-    first = leased(arena, reservation)
+    first = pinned(arena, reservation)
     second = first.duplicate()
     assert (second.value, second.range) == (first.value, first.range)
     first.release()
@@ -91,16 +91,16 @@ def test_duplicate_lease_pins_the_entry_independently(arena, reservation):
 
 
 def test_lease_ends_with_its_with_block_even_on_error(arena, reservation):
-    lease = leased(arena, reservation)
-    with pytest.raises(KeyError), lease:
+    pin = pinned(arena, reservation)
+    with pytest.raises(KeyError), pin:
         raise KeyError
-    assert "released" in repr(lease)
+    assert "released" in repr(pin)
 
 
 def test_dropped_lease_warns_and_keeps_its_pin(arena, reservation):
-    lease = leased(arena, reservation)
+    pin = pinned(arena, reservation)
     with pytest.warns(ResourceWarning, match="dropped unreleased"):
-        del lease
+        del pin
     assert arena.stats().num_leases == 1
 
 
@@ -111,9 +111,9 @@ def test_dropped_reservation_warns_and_keeps_its_range(arena):
 
 
 def test_ended_lease_is_dropped_without_warning(arena, reservation):
-    lease = leased(arena, reservation)
-    lease.release()
+    pin = pinned(arena, reservation)
+    pin.release()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        del lease
+        del pin
         gc.collect()

@@ -38,7 +38,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPayload
 from medialane.types.media import DECODED, MODALITIES, Decoded, MediaSize, Modality
-from medialane.types.request import EngineRequest, SourcePrompt
+from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.types.stage import StageName
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, Embeds, decode_embeds
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
@@ -79,7 +79,7 @@ class AcceptedEmbeds(TypedDict):
 _GRID_NUMBERS = 3
 
 
-class SourceRenderer:
+class UnexpandedRenderer:
     """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
 
     def __init__(self, renderer: BaseRenderer, model_config: ModelConfig, profile: ModelProfile | None = None) -> None:
@@ -103,7 +103,7 @@ class SourceRenderer:
             self._embeds_reader = EmbedsReader(self._profile, accepted)
 
     async def render(
-        self, request: EngineRequest, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
+        self, request: EngineRequest, prompt: UnexpandedPrompt, tensors: Sequence[Sequence[memoryview]]
     ) -> Any:
         """Return vLLM's engine input: the expanded prompt, with processed items identified by the mm_hash given.
 
@@ -169,7 +169,7 @@ class SourceRenderer:
         return ours if keeps_order else list(theirs)
 
     async def _media(
-        self, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
+        self, prompt: UnexpandedPrompt, tensors: Sequence[Sequence[memoryview]]
     ) -> tuple[dict[Modality, list[Any]], dict[Modality, list[str]]]:
         media: dict[Modality, list[Any]] = {}
         hashes: dict[Modality, list[str]] = {}
@@ -226,7 +226,9 @@ class SourceRenderer:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _with_decoder_prompt(prompt: SourcePrompt, tokens: Mapping[str, Any], text: Mapping[str, str]) -> Mapping[str, Any]:
+def _with_decoder_prompt(
+    prompt: UnexpandedPrompt, tokens: Mapping[str, Any], text: Mapping[str, str]
+) -> Mapping[str, Any]:
     """Return vLLM's prompt: `tokens`, or the encoder's instead, followed by a decoder's."""
     if prompt.encoder_token_ids is None:
         return {**tokens, **text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -12,31 +13,34 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from medialane.gateway.administration import administer
 from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
-from medialane.gateway.intake.references import FEATURE_SCHEME
+from medialane.gateway.intake.places import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
 from medialane.gateway.request.handover_paths import Transports
 from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes
 from medialane.gateway.request.run import RequestRunner
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
-from medialane.gateway.request.store_features import StoreFeatures, wave_size
+from medialane.gateway.request.store_items import StoreItems, wave_size
+from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem
-from medialane.types.admin import AdminCall, AdminResult
+from medialane.runtime.tasks import gather_or_cancel
+from medialane.types.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
 from medialane.types.errors import (
+    AdminCallIncomplete,
     ClientDisconnected,
     ClientTooSlow,
     FeatureUnsupported,
     InvalidFeature,
     InvalidRequest,
     MedialaneError,
+    NoWorkerReady,
     PromptTooLong,
     UnknownMedia,
 )
@@ -59,16 +63,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Workers that an error names; the others are in the log.
+MAX_NAMED = 8
 
-class Gateway:
-    """Called by vllm_bridge's app up to twice per request: `prepare` for media, `generate` for generation."""
+
+class AppBackend:
+    """What vLLM's app calls (`vllm_bridge.frontend.request_backend`), up to twice per request: `prepare` for media,
+    `generate` for generation."""
 
     def __init__(
         self,
         *,
         config: GatewayConfig,
         transports: Transports,
-        features: StoreFeatures,
+        store_items: StoreItems,
         assembler: Assembler,
         workers: WorkerPool,
         router: Router,
@@ -82,7 +90,7 @@ class Gateway:
         priority (vLLM's --scheduling-policy). The hashes of prompts are computed by `plain`, if it is given."""
         self._config = config
         self._transports = transports
-        self._features = features
+        self._store_items = store_items
         self._assembly = Assembly(assembler)
         self._has_features = config.stage in ("auto", BEST_STAGE)
         self._accepts_item_options = assembler.accepts_item_options
@@ -98,14 +106,14 @@ class Gateway:
                 config,
                 router,
                 metrics,
-                preparers=lambda: features.preparers,
+                preparers=lambda: store_items.preparers,
                 counts=counts,
                 has_priorities=has_priorities,
             )
         self._runner = RequestRunner(
             config=config,
             transports=transports,
-            features=features,
+            store_items=store_items,
             workers=workers,
             routes=self.routes,
             metrics=metrics,
@@ -135,7 +143,7 @@ class Gateway:
     async def by_uuid(self, url: str) -> MediaRef:
         scope = current_scope()
         self._admission.admit(scope)
-        return await self._features.resolve(scope.resolve(url))
+        return await self._store_items.resolve(scope.resolve(url))
 
     def admit(self, scope: RequestScope) -> None:
         """Count a request with media until its scope ends. Raises MediaOverloaded."""
@@ -169,7 +177,7 @@ class Gateway:
         return await self._hashed(prompt, describes=True)
 
     def tensors(self, feature: Feature) -> list[memoryview]:
-        return self._features.tensors(feature)
+        return self._store_items.tensors(feature)
 
     @asynccontextmanager
     async def sending(self, num_bytes: int) -> AsyncGenerator[None]:
@@ -187,7 +195,7 @@ class Gateway:
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
         scope, options = current_scope(), prepared.source.options
         for ref in prepared.source.items:
-            await self._features.refer(ref, options, scope.timeline, ImageBudget(self._assembly, options))
+            await self._store_items.refer(ref, options, scope.timeline, ImageBudget(self._assembly, options))
         return [f"{FEATURE_SCHEME}{placed.feature.mm_hash}" for placed in prepared.features]
 
     @while_connected
@@ -209,7 +217,7 @@ class Gateway:
         scope = self._admitted()
         self._check_stage(ref)
         with scope.record.finding(ref) as timeline:
-            found = await self._features.put(ref, item, timeline)
+            found = await self._store_items.put(ref, item, timeline)
         keep(found, scope)
         return found
 
@@ -220,7 +228,7 @@ class Gateway:
         """Return the prompt of these items, each at its range, which says only where its placeholder is. Raises
         InvalidRequest unless the prompt has the placeholders of the items there."""
         source, scope = MediaPrompt(token_ids, tuple(item.ref for item in items)), self._admitted()
-        media = RequestMedia(source, self._features, scope, self._assembly, encoder=self._encoder)
+        media = RequestMedia(source, self._store_items, scope, self._assembly, encoder=self._encoder)
         media.have(BEST_STAGE, items)
         features = tuple(item.feature for item in items)
         try:
@@ -242,7 +250,7 @@ class Gateway:
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.preparation)
         with scope.record.finding(ref) as timeline:
-            item = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+            item = await self._store_items.processed(named, b"{}", timeline, budget, encoder=encoder)
         keep(item, scope)
         return item
 
@@ -272,7 +280,7 @@ class Gateway:
         self._admission.admit(scope)
         if self._plain is None:
             return await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
-        media = RequestMedia(prompt, self._features, scope, self._assembly)
+        media = RequestMedia(prompt, self._store_items, scope, self._assembly)
         prompt, fetched = await self._plain.fetched(media)
         prepared = await self._prepare(prompt, scope, with_tensors=with_tensors, describes=describes)
         return await self._plain.named(prepared, media, fetched)
@@ -288,7 +296,7 @@ class Gateway:
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
         encoder = "" if with_tensors else self._encoder
-        media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
+        media = RequestMedia(prompt, self._store_items, scope, self._assembly, encoder=encoder)
         try:
             return await self._prepared(prompt, stage, media, scope, describes=describes and stage.is_processed)
         except PromptTooLong as error:
@@ -326,14 +334,15 @@ class Gateway:
         scope = current_scope()
         self._admission.admit(scope)
         ref = msgspec.structs.replace(scope.resolve(url), io=audio_io(sample_rate))
-        (item,) = await RequestMedia(MediaPrompt([], (ref,)), self._features, scope, self._assembly).in_stage("decoded")
+        media = RequestMedia(MediaPrompt([], (ref,)), self._store_items, scope, self._assembly)
+        (item,) = await media.in_stage("decoded")
         _charge(scope, wave_size(item.feature.size.num_samples))
-        return await self._features.wave(self._features.samples(item.feature), sample_rate)
+        return await self._store_items.wave(self._store_items.samples(item.feature), sample_rate)
 
     async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
         scope = current_scope()
         _charge(scope, wave_size(samples.size))
-        data = await self._features.wave(samples, sample_rate)
+        data = await self._store_items.wave(samples, sample_rate)
         return msgspec.structs.replace(scope.extracted.refs[0], data=data)
 
     @while_connected
@@ -344,13 +353,13 @@ class Gateway:
         refs = scope.extracted.refs
         if not refs or any(ref.modality != "image" or ref.is_embeds or ref.is_feature for ref in refs):
             raise InvalidRequest("the request must have images, and no other media", param="messages")
-        resolved = MediaPrompt([], tuple([await self._features.resolve(ref) for ref in refs]))
-        items = await RequestMedia(resolved, self._features, scope, self._assembly).in_stage("decoded")
-        images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
+        resolved = MediaPrompt([], tuple([await self._store_items.resolve(ref) for ref in refs]))
+        items = await RequestMedia(resolved, self._store_items, scope, self._assembly).in_stage("decoded")
+        images = [await self._store_items.publish(item.feature.tensors[0].range) for item in items]
         return b'{"images":[%b]}' % b",".join(images)
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""
+        """Execute `call` in every worker's engine. Raises what the function `administer` raises."""
         return await administer(self._workers, call, timeout_s=self._config.admin_timeout_s)
 
     def waits(self) -> WaitStats:
@@ -398,3 +407,56 @@ def _check_options(prompt: MediaPrompt) -> None:
     if own is not None:
         message = "with this model and stage all items of a request must have the same min_pixels and max_pixels"
         raise InvalidRequest(message, param=own.param)
+
+
+async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) -> list[AdminResult]:
+    """Execute `call` at every worker and return their results, in the configured order of the workers. What it does to
+    caches is reported by the workers, to all their gateways.
+
+    Raises the workers' InvalidRequest if all reject the call with the same error, AdminCallIncomplete naming the
+    workers that have not executed it (lost workers included), NoWorkerReady if no worker can load an adapter.
+    """
+    links = _called_links(workers, call)
+    if changes_encoder(call):
+        call = msgspec.structs.replace(call, salt=secrets.token_hex(16))
+    results = await gather_or_cancel([_admin_result(link, call, timeout_s) for link in links])
+    failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
+    if failed:
+        for link, error in failed.items():
+            logger.warning("%s at worker %s: %s", type(call).__name__, link.name, error.message)
+        raise _admin_error(failed, links)
+    return [result for result in results if not isinstance(result, MedialaneError)]
+
+
+def _called_links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
+    """Return all workers; for adapters, the connected ones: others have none, and load one with the first request that
+    names it."""
+    links = workers.of_role("worker")
+    if isinstance(call, AddLora | UnloadLora):
+        links = [link for link in links if link.client is not None]
+    if not links:
+        raise NoWorkerReady("no worker is ready", retry_after_s=5)
+    if concerns_encoders(call):
+        links += [link for link in workers.of_role("encoder") if link.client is not None]
+    return links
+
+
+async def _admin_result(link: WorkerLink, call: AdminCall, timeout_s: float) -> AdminResult | MedialaneError:
+    client = link.client
+    if client is None:
+        return NoWorkerReady("not connected")
+    try:
+        return await client.calls.administer(call, timeout_s)
+    except MedialaneError as error:
+        return error
+
+
+def _admin_error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerLink]) -> MedialaneError:
+    first = next(iter(failed.values()))
+    same = all(type(error) is type(first) and error.message == first.message for error in failed.values())
+    if same and len(failed) == len(called) and isinstance(first, InvalidRequest):
+        return first
+    named = [f"{link.name} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
+    more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
+    done = len(called) - len(failed)
+    return AdminCallIncomplete(f"{done} of {len(called)} workers executed the call; failed: {'; '.join(named)}{more}")

@@ -21,7 +21,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPayload
 from medialane.types.media import MediaSize
-from medialane.types.request import EngineRequest, SourcePrompt
+from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.types.stage import STAGES
 from medialane.vllm_bridge.engine_errors import mapped_errors
 from model_parts import source_renderer
@@ -59,7 +59,7 @@ def decoding_by(source, monkeypatch):
 
 
 async def rendered(source, stage):
-    prompt = SourcePrompt([1], (ITEM,), stage=stage)
+    prompt = UnexpandedPrompt([1], (ITEM,), stage=stage)
     request = EngineRequest("r", prompt, sampling_params=msgspec.msgpack.encode({}))
     return await source.render(request, prompt, [[memoryview(b"bytes")]])
 
@@ -131,7 +131,7 @@ class FailingRenderer:
 )
 async def test_cause_of_a_failed_processor_decides_whose_fault_it_is(error, expected):
     source = source_renderer(FailingRenderer(error), config=SimpleNamespace(multimodal_config=None))
-    prompt = SourcePrompt([1], (), stage="decoded")
+    prompt = UnexpandedPrompt([1], (), stage="decoded")
     request = EngineRequest("r", prompt, sampling_params=msgspec.msgpack.encode({}))
     with pytest.raises(expected), mapped_errors():
         await source.render(request, prompt, [])

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from PIL import Image as PILImage
 
-from medialane.gateway import StoreFeatures
+from medialane.gateway import StoreItems
 from medialane.media import MediaConfig
 from medialane.observability import RequestTimeline, TimelineReport
 from medialane.prepare import Described
@@ -116,7 +116,7 @@ def link():
 
 @pytest.fixture
 def features(link, fairness):
-    return StoreFeatures(link, processor_digest="digest", fairness=fairness, media=MediaConfig())
+    return StoreItems(link, processor_digest="digest", fairness=fairness, media=MediaConfig())
 
 
 def sent(data=DATA, **fields):
@@ -323,7 +323,7 @@ def test_key_is_the_one_under_which_the_store_publishes(features):
 
 
 async def retaining(link, fairness):
-    return StoreFeatures(link, processor_digest="digest", fairness=fairness, media=MediaConfig(), retention_s=60)
+    return StoreItems(link, processor_digest="digest", fairness=fairness, media=MediaConfig(), retention_s=60)
 
 
 async def find_twice(features, first, second, options=(b"{}", b"{}")):

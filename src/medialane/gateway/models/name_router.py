@@ -281,7 +281,7 @@ class NameRouter:
             request_id.reset(id_token)
 
     async def _serve(self, exchange: Exchange, own: Send) -> None:
-        """Raises MedialaneError for what no gateway has answered. `own` sends an answer that is none of theirs."""
+        """Raises MedialaneError for what no gateway has answered. `own` sends an answer of our own."""
         name = exchange.asked
         if name is None:
             answer = self._of_all.handler(exchange.method, exchange.path)
