@@ -55,9 +55,8 @@ from medialane.types.feature import (
     PreparedPrompt,
     StagedItem,
 )
-from medialane.types.media import Image, MediaRef
+from medialane.types.media import Image, MediaRef, StageName
 from medialane.types.request import EngineRequest, ExpandedPrompt
-from medialane.types.stage import StageName
 from medialane.vllm_bridge.items import VllmProcessor, decode_item
 from medialane.vllm_bridge.learned import ModelProfile, VllmAssembler
 from medialane.vllm_bridge.seams.arguments import create_model_config, parse_vllm_args

@@ -22,9 +22,8 @@ from medialane.gateway.operators import GatewayView, own_part, whole_state
 from medialane.gateway.records import RecentRequests, RequestRecord, log_end
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
 from medialane.types.feature import Feature, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import Endpoint, OutputDelta, RoutingDecision, WorkerLoad
-from medialane.types.stage import STAGES
 from medialane.wire import Hello, RpcConfig
 
 ABOUT = "CPU time of a gateway for records of requests, their lines in the log, and an open page with 1000 workers"

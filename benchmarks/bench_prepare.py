@@ -229,10 +229,10 @@ def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> AppB
 
 
 async def _through_pool(arena: Arena, pool: PreparerPool, number: int, jpeg: bytes) -> None:
-    reservation = arena.reserve(len(jpeg))
+    reservation = arena.reserve(len(jpeg), "encoded")
     reservation.buffer[:] = jpeg
     encoded = EncodedMedia("image", "", "image/jpeg", reservation.range, ENTRY_HEADER_BYTES, len(jpeg))
-    with arena.keep(reservation, encoded) as pin:
+    with arena.publish(reservation, str(number), encoded) as pin:
         (await pool.prepare_item(pin, b"{}", str(number))).release()
 
 

@@ -26,8 +26,8 @@ from harness import Bar, Options, Report, median, percentile
 from indexed_prompts import IndexedPrompts
 from medialane.routing import BlockIndex
 from medialane.routing.block_index import PendingBlocks
-from medialane.types.block_hash import prompt_block_ids, token_array
 from medialane.types.feature import MediaSpan
+from medialane.types.kv_blocks import prompt_block_ids, token_array
 from medialane.worker.reports import PIECE_BLOCKS
 
 ABOUT = "hashing, the index of KV blocks, and the choice of a worker"

@@ -25,7 +25,7 @@ import harness
 from medialane.routing import RoutingConfig
 from medialane.routing.config import PolicyName
 from medialane.testing.simulated.sequence import answer_of
-from medialane.types.block_hash import prompt_block_ids
+from medialane.types.kv_blocks import prompt_block_ids
 from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import SessionTrace, Turn, session_turns
 

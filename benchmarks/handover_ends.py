@@ -53,7 +53,7 @@ from medialane.arena import Arena, ArenaConfig, Pin, describe, layout
 from medialane.store import StoreEntries
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.feature import EmbeddingUse, Feature, MediaPayload
-from medialane.types.kv_events import KvEventBatch
+from medialane.types.kv_blocks import KvEventBatch
 from medialane.types.media import MediaSize
 from medialane.types.request import (
     CompletionDelta,

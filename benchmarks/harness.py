@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from medialane.runtime.host import machine as machine
-from medialane.runtime.host import percentile as percentile
-from medialane.runtime.host import versions
+from medialane.runtime.resources import machine as machine
+from medialane.runtime.resources import percentile as percentile
+from medialane.runtime.resources import versions
 from medialane.types.errors import StartupFailed
 
 REPOSITORY = Path(__file__).resolve().parents[1]

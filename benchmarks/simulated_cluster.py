@@ -28,9 +28,8 @@ from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.testing.simulated.scheduler import SimulatedStep
 from medialane.testing.simulated.sequence import SimulatedItem, SimulatedSequence
-from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import PlaceholderRange
-from medialane.types.kv_events import KvChange, KvEventBatch
+from medialane.types.kv_blocks import KvChange, KvEventBatch, prompt_block_ids
 from medialane.types.request import ModelCard, WorkerLoad
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
 from medialane.worker.block_table import BlockReports

@@ -34,7 +34,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import EmbeddingUse
 from medialane.types.hashing import content_hash
-from medialane.types.kv_events import KvEventBatch
+from medialane.types.kv_blocks import KvEventBatch
 from medialane.types.request import (
     CompletionDelta,
     EmbeddingCounts,

@@ -2,7 +2,7 @@
 
 from medialane.wire import Role
 from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets
-from medialane.wire.tls import channel
+from medialane.wire.security import channel
 
 __all__ = ["GREETING_BYTES", "PROOF_BYTES", "handshake"]
 

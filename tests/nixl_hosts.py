@@ -3,7 +3,9 @@
 import importlib.util
 import os
 import signal
+from collections.abc import Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,22 @@ import pytest
 from medialane.arena import Arena, ArenaConfig
 from medialane.transfer import Destination, OpenedEntry
 from medialane.transfer.nixl import NixlMover
-from medialane.types.feature import RemoteEntry
+from medialane.types.feature import Feature, RemoteEntry
+from medialane.types.media import MediaSize
 from waiting import wait_until
 
-FAKE = "medialane.testing.fake_nixl:FakeAgent"
+FAKE = "fake_nixl:FakeAgent"
 MIB = 1 << 20
+
+
+def fake_mover(*args, environ: Mapping[str, str], **settings) -> NixlMover:
+    return NixlMover(*args, environ=_with_tests(environ), factory=FAKE, **settings)
+
+
+def _with_tests(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with which a mover process finds `fake_nixl`."""
+    paths = filter(None, [str(Path(__file__).parent), environ.get("PYTHONPATH")])
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def require_nixl() -> None:
@@ -34,24 +47,27 @@ class Host:
             directory,
             slot=self.arena.slot,
             max_given_up_bytes=max_given_up_bytes,
-            environ=os.environ,
+            environ=_with_tests(os.environ),
             **mover,
         )
         self._owned = []
+        self._keys = count()
 
     async def opened(self, data: bytes) -> OpenedEntry:
         """Return a new entry with this payload, as a reader on another host sees it."""
         with self.arena.reserve(len(data)) as reservation:
             reservation.buffer[:] = data
-            pin = self.arena.keep(reservation, None)
+            key = str(next(self._keys))
+            pin = self.arena.publish(reservation, key, Feature("image", key, b"", (), MediaSize()))
         self._owned.append(pin.release)
         offer = await self.mover.offer(wait=True)
         entry = RemoteEntry(pin.range, "processed", "key", "tcp://owner:1", 0, b"")
         return OpenedEntry(entry, {} if offer is None else {"nixl": offer})
 
     def free_last(self) -> None:
-        """End the hold on the last new entry."""
+        """Free the last new entry."""
         self._owned.pop()()
+        self.arena.clear()
 
     def destination(self, num_bytes: int) -> Destination:
         reservation = self.arena.reserve(num_bytes)

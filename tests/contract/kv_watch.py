@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from prompt_maker import bytes_of, encoded
 
-from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import MediaPayload, MediaSpan
+from medialane.types.kv_blocks import prompt_block_ids
 from medialane.types.media import Image
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable

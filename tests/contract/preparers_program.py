@@ -60,10 +60,10 @@ async def made_by(config, arena):
 
 
 async def digest(pool, arena, number, modality, media_type, data, options):
-    reservation = arena.reserve(len(data))
+    reservation = arena.reserve(len(data), "encoded")
     reservation.buffer[:] = data
     value = EncodedMedia(modality, content_hash(data), media_type, reservation.range, ENTRY_HEADER_BYTES, len(data))
-    with arena.keep(reservation, value) as encoded:
+    with arena.publish(reservation, value.content_hash, value) as encoded:
         pin = await pool.prepare_item(encoded, options, f"{number:064}")
     with pin:
         tensors = [content_hash(bytes(arena.view.tensor(tensor))) for tensor in pin.value.tensors]

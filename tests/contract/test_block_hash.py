@@ -17,9 +17,8 @@ from vllm.multimodal.utils import argsort_mm_positions
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.feature import MediaSpan
-from medialane.types.kv_events import BlockStored
+from medialane.types.kv_blocks import BlockStored, prompt_block_ids, stored_block_ids
 
 BLOCK = 8
 HASH = get_hash_fn_by_name("sha256_cbor")

@@ -12,7 +12,7 @@ import medialane
 from medialane.cluster import child_process
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
-from medialane.transfer import peer_messages as peers
+from medialane.transfer import peer_connection as peers
 from medialane.transfer.nixl import RdmaMetadata
 from medialane.transfer.nixl import agent as nixl
 from medialane.transfer.nixl.mover import Offer
@@ -20,7 +20,7 @@ from medialane.types.errors import InvalidFeature, ProtocolViolation
 from medialane.types.feature import HeaderFields
 from medialane.types.tensor import MAX_RANK, Embeds
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingPlan
+from medialane.vllm_bridge.engine.embedding_connector import EmbeddingPlan
 from medialane.vllm_bridge.items import features
 from medialane.vllm_bridge.items.arena_tensors import WireItem
 from medialane.vllm_bridge.learned import sent_tensors
@@ -60,7 +60,7 @@ MESSAGES = {
 }
 
 #: Decoded, but not messages; the last four are what a store has written for the next one, each bounded in bytes.
-NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "_Tokenizer", "Record", "_Record", "_Bound", "tuple"}
+NO_MESSAGES = {"dict", "SimulatedParams", "_Tokenizer", "Record", "_Record", "_Bound", "tuple"}
 
 ITEMS = "one for each media item of a request (--media-max-items, --media-max-batch-items), each looked up once"
 HOLDS = "one for each entry that the client holds, each looked up once"

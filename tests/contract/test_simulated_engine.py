@@ -13,7 +13,7 @@ from kv_watch import BLOCK, Watched, expanded, start_engine
 from prompt_maker import PromptMaker, bytes_of, encoded, pixels
 
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
-from medialane.types.kv_events import BlockRemoved, BlockStored
+from medialane.types.kv_blocks import BlockRemoved, BlockStored
 from medialane.types.request import EngineRequest
 from waiting import comes_true
 

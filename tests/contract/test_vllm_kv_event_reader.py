@@ -8,7 +8,7 @@ import time
 import pytest
 from vllm.distributed import kv_events as vllm_events
 
-from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from medialane.types.kv_blocks import AllBlocksCleared, BlockRemoved, BlockStored
 from medialane.vllm_bridge.engine import kv_events
 from waiting import eventually
 

@@ -12,9 +12,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 
-from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import MediaPayload
-from medialane.types.kv_events import AllBlocksCleared, BlockStored
+from medialane.types.kv_blocks import AllBlocksCleared, BlockStored, prompt_block_ids
 from medialane.types.media import MediaSize
 from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec

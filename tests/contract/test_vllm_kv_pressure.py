@@ -8,7 +8,7 @@ import pytest_asyncio
 from kv_watch import BLOCK, Watched, expanded, predicted, start_engine, text
 from prompt_maker import PromptMaker, pixels
 
-from medialane.types.kv_events import BlockRemoved, BlockStored
+from medialane.types.kv_blocks import BlockRemoved, BlockStored
 from waiting import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

@@ -39,9 +39,8 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
-from medialane.types.media import Alias, MediaRef, MediaSize
+from medialane.types.media import STAGES, Alias, MediaRef, MediaSize
 from medialane.types.request import ExpandedPrompt, ModelCard, UnexpandedPrompt
-from medialane.types.stage import STAGES
 from medialane.types.tensor import InlineTensor
 from medialane.worker.media import Receiver
 from waiting import eventually, iterations
@@ -745,13 +744,13 @@ async def test_preparer_killed_during_a_job_fails_only_its_request(arena, prepar
 
 
 async def test_images_larger_than_the_arena_are_rejected(arena, preparers, worker):
-    held = arena.keep(arena.reserve(30 << 20), None)
+    held = arena.reserve(30 << 20)
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope(), pytest.raises(ArenaFull) as full:
             await parts.answer(prompt(png(600, 600)))
         assert full.value.status == 503
         assert full.value.retry_after_s
-        held.release()
+        held.abandon()
         with open_scope():
             assert await parts.answer(prompt(png(600, 600)))
 

@@ -15,7 +15,8 @@ from gateway_parts import FakeWorker, request
 from medialane.arena import describe
 from medialane.gateway.workers import RpcClient
 from medialane.types.errors import WorkerLost
-from medialane.types.feature import MediaPayload, PlaceholderRange
+from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
+from medialane.types.media import MediaSize
 from medialane.types.request import ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import InlineTensor, TensorSpec
 from medialane.wire import Hello, RpcConfig
@@ -36,11 +37,9 @@ def stored(arena):
     """A tensor in the arena, and the pin that pins it."""
     reservation = arena.reserve(NUM_BYTES)
     np.frombuffer(reservation.buffer, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, NUM_BYTES, np.uint8)
-    spec = TensorSpec("uint8", (NUM_BYTES,))
-    pin = arena.keep(reservation, None)
-    (tensor,) = describe(pin.range, (spec,))
-    yield tensor
-    pin.release()
+    (tensor,) = tensors = describe(reservation.range, (TensorSpec("uint8", (NUM_BYTES,)),))
+    with arena.publish(reservation, "key", Feature("image", "key", b"", tensors, MediaSize())):
+        yield tensor
 
 
 @asynccontextmanager

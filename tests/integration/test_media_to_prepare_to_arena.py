@@ -26,10 +26,10 @@ def encode(width: int, height: int, file_format: str) -> bytes:
 
 
 def put(arena: Arena, data: bytes, media_type: str) -> Pin[EncodedMedia]:
-    reservation = arena.reserve(len(data))
+    reservation = arena.reserve(len(data), "encoded")
     reservation.buffer[:] = data
     encoded = EncodedMedia("image", content_hash(data), media_type, reservation.range, ENTRY_HEADER_BYTES, len(data))
-    return arena.keep(reservation, encoded)
+    return arena.publish(reservation, encoded.content_hash, encoded)
 
 
 @pytest.mark.parametrize(("file_format", "media_type"), [("JPEG", "image/jpeg"), ("PNG", "image/png")])

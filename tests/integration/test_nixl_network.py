@@ -77,7 +77,7 @@ async def stuck_read(reader, opened):
     """Start a read that does not proceed; return its destination and its task."""
     destination = reader.destination(NUM_BYTES)
     read = asyncio.ensure_future(reader.mover.read(opened, destination, deadline_s=30))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     return destination, read
 
 

@@ -146,7 +146,7 @@ async def test_mover_process_that_is_killed_in_the_middle_of_a_pull_costs_no_req
     source.host.stop()
     data = os.urandom(2 * MIB)
     pull = asyncio.ensure_future(destination.pull(source.granted("1", data, "auto")))
-    await eventually(lambda: destination.host.mover.num_reads)
+    await eventually(lambda: destination.host.mover.child and destination.host.mover.child.num_reads)
     destination.host.kill()
     assert await pull == data
     assert destination.num_pulls == {"nixl": 1, "tcp": 1}

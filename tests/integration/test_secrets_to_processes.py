@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from process_tree import command_of, descendants, suspended
 from medialane.arena import Arena, ArenaConfig
 from medialane.cli import store
 from medialane.config import load_config
-from medialane.transfer.nixl import NixlMover
-from nixl_hosts import FAKE
+from nixl_hosts import fake_mover
 from planted_secrets import VARIABLES, planted, secrets_of
 from waiting import wait_until
 
@@ -142,7 +140,7 @@ async def test_mover_has_no_secret(monkeypatch):
     for name in VARIABLES:
         monkeypatch.setenv(name, SECRETS[name])
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    mover = store.nixl_mover(load_config({"peer-nixl": "on"}), arena.id, arena.slot, partial(NixlMover, factory=FAKE))
+    mover = store.nixl_mover(load_config({"peer-nixl": "on"}), arena.id, arena.slot, fake_mover)
     try:
         assert await mover.offer(wait=True) is not None
         assert secrets_of(mover.pid, SECRETS) == set()

@@ -210,7 +210,7 @@ async def test_read_that_is_given_up_falls_back_to_the_next_mover_or_stage_with_
 
 async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
-        with other_host.arena.keep(other_host.arena.reserve(31 << 20), None):
+        with other_host.arena.reserve(31 << 20):
             _, sent = await answer_and_report(far, prompt(png(600, 400)))
         assert sent == ("features", "inline")
 

@@ -18,7 +18,7 @@ from medialane.cli import COMMANDS
 from medialane.cluster import flag_table
 from medialane.config import settings
 from medialane.store import messages
-from medialane.transfer.peer_messages import PEER_VERSION
+from medialane.transfer.peer_connection import PEER_VERSION
 from medialane.types.errors import (
     AlreadyJoined,
     AuthenticationFailed,

@@ -19,9 +19,8 @@ from medialane.arena.layout import (
     is_valid,
     layout,
 )
-from medialane.arena.locks import ClientSlot, FillWriter, new_slot
+from medialane.arena.locks import ClientSlot, FillWriter, Reaped, kept_arenas, new_slot, reap
 from medialane.arena.names import NamesArea
-from medialane.arena.reaper import Reaped, kept_arenas, reap
 from medialane.arena.view import ArenaView
 
 __all__ = [

@@ -24,7 +24,6 @@ from medialane.types.tensor import ALIGNMENT, ArenaRange, align
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 C = TypeVar("C", bound=Cached)
 
 
@@ -214,14 +213,6 @@ class Arena:
                 return False
         reservation.abandon()
         return True
-
-    def keep(self, reservation: Reservation, value: T) -> Pin[T]:
-        """Pin the written entry without caching it: it is freed when its last pin ends."""
-        self._check_open()
-        entry = reservation.take()
-        self._enter(entry, State.PUBLISHED)
-        self._table.keep(entry)
-        return Pin(self._table, entry, value)
 
     @overload
     def lookup(

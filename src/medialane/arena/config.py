@@ -8,7 +8,7 @@ import os
 import msgspec
 from msgspec import field
 
-from medialane.arena.reaper import reclaimable_bytes
+from medialane.arena.locks import reclaimable_bytes
 from medialane.runtime.linux import file_system_type
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import EntryKind

@@ -5,10 +5,10 @@ models' encoders). One LRU order covers all of them. Each kind has a share of th
 is free space. If there is none, entries of kinds over their share (after adding the new entry) are evicted first.
 
     reserve -> WRITING --publish--> PUBLISHED  cached under a key; pinned, or idle and evictable in order of use
-                  |  `---keep-----> PUBLISHED  without a key; freed when its last pin ends
                   |                    |
                   `---abandon----------+-----> FREED
 
+An entry of an earlier owner may have no key, if its record did not fit: it is freed when its last pin ends.
 A writing or pinned entry is *held* and cannot be evicted. Every entry is freed once, by `_free`, which calls `on_free`
 (it clears the generation in the header) before the allocator may reuse the bytes.
 """
@@ -28,9 +28,8 @@ from typing import Generic, TypeVar, get_args
 
 from medialane.arena.allocator import Allocator, Span, choose_span
 from medialane.runtime.tasks import TAKER, call_site
-from medialane.types.errors import ArenaFull
+from medialane.types.errors import ArenaFull, Permits
 from medialane.types.feature import EntryKind
-from medialane.types.retry_after import Permits
 from medialane.types.stats import ArenaStats, HoldRecord
 from medialane.types.tensor import ArenaRange, align
 
@@ -208,12 +207,6 @@ class EntryTable(Generic[V]):
             found = self._by_key[entry.kind, key] = (entry, value)
         self.pin(found[0])
         return found
-
-    def keep(self, entry: Entry) -> None:
-        """Pin `entry` without caching it: it is freed when its last pin ends."""
-        self._end_writing(entry)
-        entry.state = State.PUBLISHED
-        self.pin(entry)
 
     def lookup(self, key: str, kind: EntryKind = "processed") -> tuple[Entry, V] | None:
         """Pin the entry of `key` if it exists; counts as a use, and as a hit or a miss."""

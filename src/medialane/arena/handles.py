@@ -21,7 +21,7 @@ Cached = EncodedMedia | Feature
 
 
 class Reservation:
-    """A range that its owner fills; ended by `Arena.publish`, `Arena.keep` or `abandon`.
+    """A range that its owner fills; ended by `Arena.publish` or `abandon`.
 
     As a context manager it is abandoned at the end of the block unless it has ended. If it is garbage collected
     instead, its range stays allocated (a process may still be writing there) and a ResourceWarning is issued.

@@ -15,7 +15,7 @@ from medialane.cli.serve import SECTIONS
 from medialane.cli.settings import add_settings, given_settings
 from medialane.cluster.preflight import check_start
 from medialane.config import load_config, process_environ
-from medialane.runtime.host import machine
+from medialane.runtime.resources import machine
 from medialane.tools.check.servers import CheckProgress, Launch
 from medialane.tools.compare import (
     Pace,

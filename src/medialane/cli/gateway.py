@@ -80,7 +80,7 @@ from medialane.runtime.tasks import LoopFairness
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.types.errors import GatewayDraining, StartupFailed
 from medialane.types.hashing import digest
-from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
+from medialane.types.media import RAW_STAGE, STAGES, prepared_stage
 from medialane.vllm_bridge.frontend import (
     Action,
     Frontend,

@@ -46,8 +46,8 @@ from medialane.transfer.nixl.mover import NixlMover
 from medialane.transfer.pulls import Pulls
 from medialane.types.errors import StartupFailed
 from medialane.types.hashing import digest
+from medialane.types.media import prepared_stage
 from medialane.types.setting import format_bytes
-from medialane.types.stage import prepared_stage
 from medialane.types.stats import ProcessKind, StoreStats
 from medialane.wire.address import parse_unix
 from medialane.wire.listener import check_listen

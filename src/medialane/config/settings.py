@@ -21,7 +21,6 @@ from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
 from medialane.routing.config import RoutingConfig
-from medialane.runtime.host import ascii_host
 from medialane.runtime.stop import StopConfig
 from medialane.store.config import StoreConfig
 from medialane.testing.simulated.config import SimulatedConfig
@@ -30,6 +29,7 @@ from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    ascii_host,
     check_bounds,
     descriptions,
     is_secret,

@@ -9,6 +9,7 @@ from msgspec import field
 
 from medialane.types.errors import StartupFailed
 from medialane.types.feature import MoverChoice, MoverName
+from medialane.types.media import StageChoice
 from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,7 +20,6 @@ from medialane.types.setting import (
     check_bounds,
     hidden,
 )
-from medialane.types.stage import StageChoice
 from medialane.wire.address import parse_tcp
 
 #: The values of --transport.

@@ -9,10 +9,17 @@ from pathlib import Path
 import msgspec
 from msgspec import field
 
-from medialane.runtime.host import ascii_host, ascii_name
 from medialane.types.errors import StartupFailed
 from medialane.types.media import Modality
-from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.types.setting import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ascii_host,
+    ascii_name,
+    check_bounds,
+)
 
 MIB = 1 << 20
 

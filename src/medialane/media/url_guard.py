@@ -21,8 +21,8 @@ from typing import Final
 from yarl import URL
 
 from medialane.media.config import MediaConfig
-from medialane.runtime.host import ascii_name
 from medialane.types.errors import InvalidMediaUrl, MediaUrlForbidden, UnsupportedUrlScheme, UpstreamFailed
+from medialane.types.setting import ascii_name
 
 Address = IPv4Address | IPv6Address
 

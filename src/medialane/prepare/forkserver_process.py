@@ -1,5 +1,6 @@
-"""The store's handle on a fork server: start it, fork preparers, detect its death, terminate it; the spare that takes
-over when it dies; and the fork server that was forked before, with a processor that was built before.
+"""The store's handles on a fork server and on its preparers: start it, fork preparers, detect their death, terminate
+them; the spare that takes over when it dies; and the fork server that was forked before, with a processor that was
+built before.
 
 *Prebuilt*: a warm process calls `prebuild_processor` once. Each store is a fork of it, and calls `fork_forkserver`
 while it has one thread, and before it has read a secret: the fork server, which waits with the built processor, then
@@ -10,6 +11,9 @@ The spare is a fork of the active one. When that dies, the spare replaces it and
 rebuilt only if both die at the same time. Measured with the tiny Qwen2.5-VL on two cores: importing, building and
 warming a processor takes 19 s, in which all media are refused; the spare forks its first preparer after 0.03 s. It is
 forked in 0.02 s and has 3 MB of memory of its own, the rest of its 580 MB is shared with the active one.
+
+The exit of a preparer is detected by its pidfd, which the fork server passes to the store: only then is it certain that
+it does not write into the arena any more.
 """
 
 from __future__ import annotations
@@ -19,14 +23,18 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
+import msgspec
+
 from medialane.prepare.forkserver_environment import differences, exec_environ, require_one_thread, required
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
+    MAX_FRAME_BYTES,
+    READ_BYTES,
     SPARE,
     Alive,
     ControlReport,
@@ -34,21 +42,26 @@ from medialane.prepare.messages import (
     Fork,
     Forked,
     ForkFailed,
+    JobReport,
+    JobRequest,
+    PreparerReady,
     PreparerSetup,
     Ready,
     Setup,
     SetupFailed,
     decode_control_report,
+    decode_job_report,
+    encode_frame,
 )
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, available, read_into
 from medialane.runtime.heartbeat import HangWatch
 from medialane.runtime.resources import OomKills
 from medialane.runtime.stop import PidfdProcess, end_process
 from medialane.runtime.tasks import Backoff, first_of
-from medialane.types.errors import StartupFailed
+from medialane.types.errors import ProtocolViolation, StartupFailed
 from medialane.wire.child_channel import ChannelToChild, child_channel, spawn
+from medialane.wire.connection import FrameReader
 
 logger = logging.getLogger(__name__)
 
@@ -408,3 +421,94 @@ def _take_prebuilt(source: ProcessorSource) -> tuple[PidfdProcess, socket.socket
     control.close()
     process.kill()
     return None
+
+
+# Preparers
+
+
+class PreparerLost(Exception):
+    """The preparer has exited or violated the protocol: it gets no further job."""
+
+
+class PreparerProcess:
+    """Owns the store's end of the job channel and the process; `stop` ends both.
+
+    One task at a time may call `send`, `receive` and `stop`. A cancelled `send` or `receive` leaves the channel in an
+    unknown state: only `stop` may follow.
+    """
+
+    def __init__(
+        self,
+        preparer_id: int,
+        jobs: socket.socket,
+        process: PidfdProcess,
+        on_exit: Callable[[], None],
+        *,
+        writes_arena: bool = False,
+    ) -> None:
+        self.preparer_id = preparer_id
+        self.writes_arena = writes_arena
+        self.pid = process.pid
+        self._loop = asyncio.get_running_loop()
+        self._jobs = jobs
+        self._jobs.setblocking(False)
+        self._frames = FrameReader(MAX_FRAME_BYTES)
+        self._process = process
+        self._process.on_exit = on_exit
+
+    @property
+    def gone(self) -> bool:
+        return self._process.exited.is_set()
+
+    async def wait_ready(self) -> None:
+        """Wait for its PreparerReady. Raises PreparerLost."""
+        report = await self.receive()
+        if not isinstance(report, PreparerReady):
+            raise PreparerLost(f"preparer {self.preparer_id} sent {type(report).__name__} instead of PreparerReady")
+
+    async def send(self, request: JobRequest) -> None:
+        """Send one message. Raises PreparerLost."""
+        try:
+            await self._loop.sock_sendall(self._jobs, encode_frame(request))
+        except OSError as error:
+            raise PreparerLost(f"preparer {self.preparer_id}: {error.strerror}") from error
+
+    async def receive(self) -> JobReport:
+        """Return the next message. Raises PreparerLost if the channel is closed or the protocol is violated."""
+        try:
+            while (frame := self._frames.next_frame()) is None:
+                if not (data := await self._loop.sock_recv(self._jobs, READ_BYTES)):
+                    raise EOFError
+                self._frames.receive(data)
+            return decode_job_report(frame)
+        except (OSError, EOFError) as error:
+            raise PreparerLost(f"preparer {self.preparer_id} has closed its channel") from error
+        except (ProtocolViolation, ValueError, msgspec.DecodeError) as error:
+            raise PreparerLost(f"preparer {self.preparer_id} violated the protocol: {error}") from error
+
+    def read(self, addresses: Sequence[int], into: Sequence[memoryview]) -> None:
+        """Fill each buffer from the preparer's memory at the corresponding address. Blocks for 0.2 ms per MB.
+
+        Callable from any thread. Raises PreparerLost.
+        """
+        if len(addresses) != len(into):
+            raise PreparerLost(f"preparer {self.preparer_id} has {len(addresses)} tensors, not {len(into)}")
+        try:
+            for address, data in zip(addresses, into, strict=True):
+                read_into(self.pid, address, data)
+            self._process.send_signal(0)  # if it has exited, its pid may have been reused by another process
+        except OSError as error:
+            raise PreparerLost(f"preparer {self.preparer_id}: its tensors cannot be read: {error.strerror}") from error
+
+    async def stop(self, grace_s: float) -> bool:
+        """Close the channel, which makes it exit; kill it after `grace_s`. Idempotent.
+
+        Returns False if the kernel did not terminate the process: then it may still use its memory range and pin.
+        """
+        self._jobs.close()
+        has_exited = await end_process(self._process, grace_s)
+        if not has_exited:
+            logger.error(
+                "preparer %d (pid %d) could not be killed; its memory stays reserved", self.preparer_id, self.pid
+            )
+        return has_exited

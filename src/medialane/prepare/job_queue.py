@@ -13,10 +13,9 @@ from medialane.arena import Pin, Reservation
 from medialane.observability.timeline import RequestTimeline
 from medialane.prepare.messages import ItemRequest, MeasureItem, ProbeItem
 from medialane.prepare.processor import Described
-from medialane.types.errors import MedialaneError, MediaOverloaded
+from medialane.types.errors import MedialaneError, MediaOverloaded, retry_after
 from medialane.types.feature import Feature
 from medialane.types.media import EncodedMedia, MediaSize, Modality
-from medialane.types.retry_after import retry_after
 
 _JOB_IDS = itertools.count(1)
 

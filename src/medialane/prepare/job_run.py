@@ -23,6 +23,7 @@ from typing import TypeVar
 from cachetools import TTLCache
 
 from medialane.arena import Arena, Pin, Reservation, describe, header_bytes, layout
+from medialane.prepare.forkserver_process import PreparerLost, PreparerProcess
 from medialane.prepare.job_queue import Job, JobResult, JobValue
 from medialane.prepare.messages import (
     BlankDescribed,
@@ -38,7 +39,6 @@ from medialane.prepare.messages import (
     ProcessItem,
     Range,
 )
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.runtime.resources import activity, cpu_seconds
 from medialane.types import errors
 from medialane.types.errors import (

@@ -40,10 +40,9 @@ from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Prepar
 from medialane.prepare.processor import Described
 from medialane.prepare.sandbox import WRITE_ARENA
 from medialane.runtime.tasks import Backoff
-from medialane.types.errors import MedialaneError, StartupFailed, Unavailable
+from medialane.types.errors import MedialaneError, Outage, StartupFailed, Unavailable
 from medialane.types.feature import Feature
 from medialane.types.media import EncodedMedia, MediaSize, Modality
-from medialane.types.retry_after import Outage
 from medialane.types.stats import PoolStats
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,9 @@ from functools import partial
 
 from medialane.arena import Arena
 from medialane.prepare.config import PrepareConfig
-from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
+from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess, PreparerLost, PreparerProcess
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
 from medialane.prepare.job_run import JobRunner, Quarantine, to_the_end
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import MedialaneError, PreparerCrashed, PreparerTimeout, Unavailable
 

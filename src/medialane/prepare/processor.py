@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from medialane.types.errors import UnsupportedMediaType
 from medialane.types.feature import Feature, Header, PlaceholderRange
-from medialane.types.media import Decoded, FrameBatch, MediaSize, Modality, Video
-from medialane.types.stage import StageName
+from medialane.types.media import Decoded, FrameBatch, MediaSize, Modality, StageName, Video
 from medialane.types.tensor import TensorSpec
 
 

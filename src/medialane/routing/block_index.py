@@ -27,7 +27,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final
 
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds
 
 #: Longest prefixes of a prompt by slot, longest first: a number of blocks (or tokens), and the slots that have it, as a
 #: bit mask. A slot is in one mask at most.

@@ -21,9 +21,9 @@ from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
 from medialane.routing.slots import RoutingRequest, Slot, SlotTable, WorkerRank
-from medialane.types.kv_events import BlockIds
+from medialane.types.errors import Permits
+from medialane.types.kv_blocks import BlockIds
 from medialane.types.request import Alternative, RoutingDecision
-from medialane.types.retry_after import Permits
 from medialane.types.stats import MAX_ITEMS, PendingWork
 
 logger = logging.getLogger(__name__)

@@ -29,10 +29,9 @@ from medialane.routing.routed_request import (
     RouterState,
 )
 from medialane.routing.slots import RoutingRequest, SlotTable
-from medialane.types.errors import NoWorkerReady
-from medialane.types.kv_events import BlockIds, KvChange
+from medialane.types.errors import NoWorkerReady, Permits
+from medialane.types.kv_blocks import BlockIds, KvChange
 from medialane.types.request import Endpoint, WorkerLoad
-from medialane.types.retry_after import Permits
 from medialane.types.stats import PendingWork
 
 _BLOCK_ID: Final = np.dtype("<u8")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from medialane.routing.config import RoutingConfig
 from medialane.types.feature import MediaSpan
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 #: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.

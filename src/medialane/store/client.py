@@ -48,16 +48,15 @@ from medialane.types.errors import (
     MedialaneError,
     MediaLost,
     NoWorkerReady,
+    Outage,
     ProtocolViolation,
     StartupFailed,
     StoreUnavailable,
     from_report,
 )
-from medialane.types.retry_after import Outage
 from medialane.types.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, Registration
-from medialane.wire.dial import dial
+from medialane.wire.connection import Connection, Registration, dial
 
 logger = logging.getLogger(__name__)
 

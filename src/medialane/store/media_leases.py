@@ -44,12 +44,12 @@ from medialane.types.errors import (
     UnsupportedMediaType,
     UuidConflict,
     from_report,
+    retry_after,
     to_report,
 )
 from medialane.types.hashing import owner_salt
 from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, Modality
 from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
-from medialane.types.retry_after import retry_after
 from medialane.types.stats import MediaLeaseStats
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ import numpy as np
 from medialane.prepare.processor import AssembledPrompt, Described, ImageCost, ProcessedItem
 from medialane.types.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
 from medialane.types.feature import Feature, PlaceholderRange
-from medialane.types.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
-from medialane.types.stage import StageName
+from medialane.types.media import Decoded, FrameBatch, Image, MediaSize, Modality, StageName, Video
 from medialane.types.tensor import TensorSpec
 
 #: The token that represents one item in an unexpanded prompt.

@@ -24,7 +24,7 @@ from medialane.observability import Metrics
 from medialane.observability.worker_metrics import MetricReader
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.errors import MedialaneError, WorkerLost, to_report
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import CompletionDelta, EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.types.stats import MetricChanges
 from medialane.wire import (

@@ -19,14 +19,14 @@ import msgspec
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Pin
 from medialane.transfer.mover import Mover
-from medialane.transfer.peer_connection import PeerConnection
-from medialane.transfer.peer_messages import (
+from medialane.transfer.peer_connection import (
     MAX_HELLO_BYTES,
     PEER_VERSION,
     CloseEntry,
     EntryClosed,
     EntryOpened,
     OpenEntry,
+    PeerConnection,
     PeerHello,
     PeerRefused,
     PeerWelcome,

@@ -18,12 +18,12 @@ from cachetools import TTLCache
 
 from medialane.arena import Cached
 from medialane.transfer.mover import OpenedEntry
-from medialane.transfer.peer_connection import PeerConnection
-from medialane.transfer.peer_messages import (
+from medialane.transfer.peer_connection import (
     CloseEntry,
     EntryClosed,
     EntryOpened,
     OpenEntry,
+    PeerConnection,
     PeerHello,
     PeerRefused,
     PeerWelcome,
@@ -33,7 +33,7 @@ from medialane.transfer.peer_messages import (
 from medialane.types.errors import MedialaneError, ProtocolViolation, TransferFailed, from_report
 from medialane.types.feature import RemoteEntry
 from medialane.wire.address import TcpAddress, parse_address
-from medialane.wire.dial import dial
+from medialane.wire.connection import dial
 from medialane.wire.security import Authentication
 
 M = TypeVar("M", bound=msgspec.Struct)

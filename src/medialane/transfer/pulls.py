@@ -17,7 +17,7 @@ from cachetools import LRUCache
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Pin, Reservation
 from medialane.runtime.tasks import SingleFlight
 from medialane.transfer.mover import Destination, Mover, OpenedEntry, StillWriting
-from medialane.transfer.peer_messages import PROTOCOL, longest_pull_s
+from medialane.transfer.peer_connection import PROTOCOL, longest_pull_s
 from medialane.transfer.peer_server import PeerServer
 from medialane.transfer.peers import MIN_PART_BYTES, Peers
 from medialane.types.errors import HandoverFailed, MediaTooLarge, TransferFailed, TransferTimeout
@@ -93,7 +93,7 @@ class Pulls:
         min_part_bytes: int = MIN_PART_BYTES,
         max_pull_s: Callable[[int], float] | None = None,
     ) -> None:
-        """A pull may take `max_pull_s` of its bytes, by default as in `peer_messages`. Raises StartupFailed for
+        """A pull may take `max_pull_s` of its bytes, by default `longest_pull_s`. Raises StartupFailed for
         unusable files of the settings."""
         authentication = Authentication(Security.load(rpc), PROTOCOL, Role.STORE, Role.STORE)
         self._arena = arena

@@ -9,8 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from medialane.types.media import MediaRef, MediaSize, Modality
-from medialane.types.stage import StageName
+from medialane.types.media import MediaRef, MediaSize, Modality, StageName
 from medialane.types.tensor import (
     ArenaRange,
     InlineTensor,

@@ -1,11 +1,16 @@
-"""Media types, from references in a request to decoded pixels, frames or samples; and the table of modalities:
-everything that distinguishes one from another, but for the code that decodes it.
+"""Media types, from references in a request to decoded pixels, frames or samples; the table of modalities: everything
+that distinguishes one from another, but for the code that decodes it; and the table of stages: the forms in which a
+request's media are sent to a worker.
 
 A new modality needs a name in `Modality` with the class of its decoded form; a row in the table, its members in
 `gateway.intake.search`; its limits as settings (`max_NAME_bytes` and `NAME_fetch_timeout_s` in `media.config`,
 `NAME_timeout_s` in `prepare.config`); its decoder with a row in `media.decoders`; and what vLLM's processor has to be
 tried with and given. `tests/unit/types/test_types_modalities.py` lists the files, and fails for any other that names
 one.
+
+The transport of a stage is chosen separately (`gateway.request.handover_paths`). A new stage needs a row in `STAGES`,
+code that provides what it sends (`gateway.request.media`), and, if the worker has to do more than run the engine, code
+for that (`vllm_bridge.engine.unexpanded_prompt`).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import msgspec
@@ -325,3 +331,63 @@ MODALITIES: Mapping[Modality, ModalityTraits] = {
         {"audio_url": "url", "input_audio": "base64", "audio_embeds": "embeds"}, url_list="audio", invalid=InvalidAudio
     ),
 }
+
+
+# Stages
+
+StageName = Literal["features", "decoded", "url"]
+StageChoice = Literal["auto", StageName]
+
+#: Remaining steps before the language model. The encoder runs inside the engine.
+WorkerStep = Literal["decode", "process", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One form of a request's media.
+
+    `sends` is the kind of arena entry that is sent, `worker_steps` are the steps left to the worker. What `is_small` is
+    sent in messages rather than not at all if the operator's choice of a transport is impossible for a worker.
+    `same_processor` requires a worker whose processor settings equal ours. With `--stage auto`, `if_unsupported` is
+    used for a worker that does not support this stage, `after_failure` after a failed hand-over.
+    """
+
+    name: StageName
+    sends: Literal["processed", "decoded", "encoded"]
+    worker_steps: tuple[WorkerStep, ...]
+    is_small: bool = False
+    same_processor: bool = False
+    if_unsupported: StageName | None = None
+    after_failure: StageName | None = None
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether items are processed by the store; the gateway then expands the prompt."""
+        return "process" not in self.worker_steps
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether items are decoded by the store."""
+        return "decode" not in self.worker_steps
+
+
+STAGES: Mapping[StageName, Stage] = {
+    stage.name: stage
+    for stage in (
+        # Decoded media do not depend on processor settings: the next best where features cannot be used.
+        Stage("features", "processed", ("encode",), same_processor=True, if_unsupported="decoded", after_failure="url"),
+        Stage("decoded", "decoded", ("process", "encode"), after_failure="url"),
+        Stage("url", "encoded", ("decode", "process", "encode"), is_small=True),
+    )
+}
+
+#: The first stage that `auto` tries.
+BEST_STAGE: StageName = "features"
+
+#: Leaves everything to the worker: for embeddings sent by a client, and for a model without media support.
+RAW_STAGE: StageName = "url"
+
+
+def prepared_stage(choice: StageChoice) -> Stage:
+    """Return the stage for which a request's media are prepared before its worker is known."""
+    return STAGES[BEST_STAGE if choice == "auto" else choice]

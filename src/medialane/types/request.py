@@ -10,7 +10,7 @@ import msgspec
 
 from medialane.types.feature import MAX_HEADER_BYTES, Feature, MediaPayload, MediaSpan, MoverName, WantedEmbedding
 from medialane.types.hashing import embedding_key
-from medialane.types.stage import STAGES, StageName
+from medialane.types.media import STAGES, StageName
 from medialane.types.tensor import Dtype, TensorSpec
 
 

@@ -1,4 +1,4 @@
-"""How the packages' configurations define their settings, and sizes in messages.
+"""How the packages' configurations define their settings; names of hosts, and sizes in messages.
 
 A setting is a field of a `msgspec.Struct`. Its `name` is the user-visible one: the flag is `--` and the name, the
 environment variable MEDIALANE_ and the name in capitals, the key in the TOML file the name itself. The docstring below
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -63,12 +66,52 @@ def descriptions(config: type[msgspec.Struct]) -> dict[str, str]:
     return texts
 
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 def format_bytes(num_bytes: float) -> str:
     """Return a size as people read it, with at most one decimal place: 1.5 GiB, 300 MiB, 64 KiB."""
-    exponent = 0
-    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
+    units, exponent = ("B", "KiB", "MiB", "GiB", "TiB"), 0
+    while num_bytes >= 1024 and exponent < len(units) - 1:
         num_bytes, exponent = num_bytes / 1024, exponent + 1
-    return f"{num_bytes:.1f}".removesuffix(".0") + f" {_UNITS[exponent]}"
+    return f"{num_bytes:.1f}".removesuffix(".0") + f" {units[exponent]}"
+
+
+#: RFC 1123, plus the underscore, which occurs in names of containers.
+_LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE | re.ASCII)
+#: RFC 1035, section 2.3.4: 255 bytes on the wire are 253 characters.
+_MAX_CHARS: Final = 253
+#: An IPv6 address may name its link by interface (RFC 4007, section 11).
+_SCOPE: Final = re.compile(r"[a-z0-9_.-]{1,15}", re.IGNORECASE | re.ASCII)
+
+
+def ascii_host(host: str) -> str:
+    """Return the host name or literal address (IPv6 without brackets) in ASCII, international names in punycode.
+
+    Raises ValueError if it is neither: before the resolver would, with various errors.
+    """
+    with suppress(ValueError):  # of `ipaddress` or a codec: their messages differ
+        if ":" not in host:
+            return _name(host)
+        address = IPv6Address(host)
+        if address.scope_id is None or _SCOPE.fullmatch(address.scope_id):
+            return str(address)
+    raise ValueError(f"{host!r} is not a host name or IP address")
+
+
+def ascii_name(name: str) -> str:
+    """Return a host name of a URL in lower case, an international one in punycode (IDNA 2008, like vLLM). Raises
+    UnicodeError for others, also for look-alikes of ASCII: none is mapped to it."""
+    name = name.lower()
+    if name.isascii():
+        return name
+    import idna  # its tables are large, and such names rare
+
+    return idna.encode(name, strict=True, std3_rules=True).decode()
+
+
+def _name(host: str) -> str:
+    name = host.encode("idna").decode("ascii")  # like `socket`
+    labels = name.removesuffix(".").split(".")
+    if not all(map(_LABEL.fullmatch, labels)) or len(name) > _MAX_CHARS:
+        raise ValueError(name)
+    if labels[-1].isdigit():  # no top-level domain is a number (RFC 3696, section 2)
+        return str(IPv4Address(name))
+    return name

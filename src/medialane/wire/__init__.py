@@ -16,8 +16,7 @@ from medialane.wire.address import (
 from medialane.wire.authentication import Role
 from medialane.wire.child_channel import ChannelToChild
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import HEADER, Connection, FrameReader, append_frame, append_raw_frame, raw_data
-from medialane.wire.dial import dial
+from medialane.wire.connection import HEADER, Connection, FrameReader, append_frame, append_raw_frame, dial, raw_data
 from medialane.wire.listener import Listener, bind_http, bind_unix, has_listener
 from medialane.wire.payload import IncomingPayload, OutgoingRequest, PooledOutput, join, split
 from medialane.wire.protocol import (

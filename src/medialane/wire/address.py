@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from medialane.runtime.host import ascii_host
 from medialane.types.errors import StartupFailed
+from medialane.types.setting import ascii_host
 
 #: sockaddr_un.sun_path has 108 bytes including its terminating zero (unix(7)).
 MAX_UNIX_PATH_BYTES = 107

@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from medialane.runtime.host import ascii_host
 from medialane.runtime.private_files import read, read_private
 from medialane.types.errors import StartupFailed
+from medialane.types.setting import ascii_host
 
 CA_DAYS = 3650
 CERTIFICATE, KEY, CA = "cert.pem", "key.pem", "ca.pem"

@@ -46,7 +46,7 @@ import msgspec
 
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.errors import ErrorReport, ProtocolViolation
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.types.stats import MetricChanges, PendingWork
 from medialane.wire.connection import UNREADABLE, other_version

@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from medialane.types.block_hash import stored_block_ids
-from medialane.types.kv_events import (
+from medialane.types.kv_blocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -34,6 +33,7 @@ from medialane.types.kv_events import (
     KvChange,
     KvEvent,
     KvEventBatch,
+    stored_block_ids,
 )
 from medialane.types.request import ModelCard
 

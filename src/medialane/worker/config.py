@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import field
 
-from medialane.runtime.host import ascii_host
 from medialane.types.errors import StartupFailed
 from medialane.types.request import EncodeCache
-from medialane.types.setting import PositiveFloat, check_bounds
+from medialane.types.setting import PositiveFloat, ascii_host, check_bounds
 from medialane.wire.address import TcpAddress, parse_tcp
 
 

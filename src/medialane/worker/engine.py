@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.feature import EmbeddingUse
-from medialane.types.kv_events import KvEventBatch
+from medialane.types.kv_blocks import KvEventBatch
 from medialane.types.request import EmbeddingCounts, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 

@@ -25,8 +25,7 @@ from medialane.types.errors import (
 )
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, check_version, raw_data
-from medialane.wire.dial import dial
+from medialane.wire.connection import Connection, check_version, dial, raw_data
 from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import (
     PROTOCOL_VERSION,

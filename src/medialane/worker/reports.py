@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.runtime.tasks import has_failing_tasks
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import EncoderCard
 from medialane.types.stats import PendingWork
 from medialane.wire.config import RpcConfig

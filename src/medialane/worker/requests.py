@@ -27,6 +27,7 @@ from medialane.types.errors import (
     GenerationFailed,
     InvalidFeature,
     MedialaneError,
+    Permits,
     ProtocolViolation,
     Unavailable,
     WorkerBusy,
@@ -34,9 +35,8 @@ from medialane.types.errors import (
     report_of,
     to_report,
 )
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import EncoderCard, EngineRequest, OutputDelta, WorkerLoad
-from medialane.types.retry_after import Permits
 from medialane.types.stats import MetricChanges
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection

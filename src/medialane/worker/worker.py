@@ -21,7 +21,7 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.types.feature import Hold, MoverName
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import (
     EncoderCard,
     EngineRequest,

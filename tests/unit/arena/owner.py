@@ -5,6 +5,8 @@ import sys
 import msgspec
 
 from medialane.arena import Arena, ArenaConfig
+from medialane.types.feature import Feature
+from medialane.types.media import MediaSize
 from medialane.types.tensor import ArenaRange
 
 
@@ -18,7 +20,7 @@ def main() -> None:
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20, directory=sys.argv[1]))
     reservation = arena.reserve(5)
     reservation.buffer[:] = b"hello"
-    with arena.keep(reservation, None) as pin:
+    with arena.publish(reservation, "key", Feature("image", "key", b"", (), MediaSize())) as pin:
         sys.stdout.buffer.write(msgspec.json.encode(Ready(arena.id, arena.nonce, pin.range)) + b"\n")
         sys.stdout.flush()
         sys.stdin.read()

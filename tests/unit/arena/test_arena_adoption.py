@@ -26,6 +26,8 @@ from medialane.types.tensor import TensorSpec
 #: Of 16 parts of an arena, which is as small as that for the sake of speed: it is read and compared hundreds of times.
 PART = 1 << 16
 LINEAGE = Lineage(b"o" * 16, b"s" * 16)
+#: Of a description that does not fit behind its entry: for the next owner, the entry has no key.
+LONG_HEADER = bytes(4096)
 ARENA_FILES = str(Path(sys.modules[Arena.__module__].__file__).parent)
 
 
@@ -198,8 +200,9 @@ def test_nothing_is_reserved_or_evicted_before_the_clients_are_back(arena, confi
 
 def test_client_claims_what_it_holds(arena, config):
     cached = write(arena, "a")
-    kept = arena.keep(arena.reserve(10), None)
-    unclaimed = arena.keep(arena.reserve(10), None)
+    kept, unclaimed = (
+        arena.publish(arena.reserve(10), key, Feature("image", key, LONG_HEADER, (), MediaSize())) for key in "ku"
+    )
     later = next_owner(arena, config)
     claimed = [later.claim(pin.range) for pin in (cached, kept)]
     later.end_takeover()
@@ -388,10 +391,6 @@ def act_trim(arena):
     write_encoded(arena, "new").release()
 
 
-def act_keep(arena):
-    arena.keep(arena.reserve(10), None).release()
-
-
 def act_evict(arena):
     write(arena, "new", 13 * PART).release()
 
@@ -408,7 +407,7 @@ def act_revoke(arena):
     assert arena.revoke(reservation)
 
 
-@pytest.mark.parametrize("act", [act_publish, act_trim, act_keep, act_evict, act_embedding, act_revoke])
+@pytest.mark.parametrize("act", [act_publish, act_trim, act_evict, act_embedding, act_revoke])
 def test_owner_may_be_killed_at_any_moment(arena, config, shm, act):
     held = write(arena, "held")
     write(arena, "idle", PART).release()

@@ -39,6 +39,11 @@ def write(arena, key, fill, num_bytes=1000):
     return arena.publish(reservation, key, feature)
 
 
+def publish(arena, reservation):
+    """Cache what was written, whatever it is."""
+    return arena.publish(reservation, "key", EncodedMedia("image", "key", "", reservation.range, 64, 0))
+
+
 def write_encoded(arena, key, data):
     reservation = arena.reserve(len(data), "encoded")
     reservation.buffer[:] = data
@@ -117,26 +122,11 @@ def test_second_publication_of_a_key_returns_the_first(arena, reader):
     second.release()
 
 
-def test_unkeyed_entry_is_never_cached(arena, reader):
-    reservation = arena.reserve(5)
-    reservation.buffer[:] = b"bytes"
-    pin = arena.keep(reservation, {"what": "encoded"})
-    assert bytes(reader.entry(pin.range)[64:]) == b"bytes"
-    assert pin.value == {"what": "encoded"}
-    worker = pin.duplicate()
-    pin.release()
-    assert bytes(reader.entry(worker.range)[64:]) == b"bytes"
-    worker.release()
-    with pytest.raises(HandoverFailed):
-        reader.entry(worker.range)
-    assert arena.stats().free_bytes == arena.stats().size_bytes
-
-
 def test_preparer_writes_into_its_assigned_range(arena, shm, reader):
     preparer = ArenaView.open(arena.id, shm, writable=True)
-    reservation = arena.reserve(8)
+    reservation = arena.reserve(8, "encoded")
     preparer.entry(reservation.range, writable=True)[64:] = b"12345678"
-    with arena.keep(reservation, None) as pin:
+    with publish(arena, reservation) as pin:
         assert bytes(reader.entry(pin.range)[64:]) == b"12345678"
     preparer.close()
 
@@ -151,7 +141,7 @@ def test_range_of_an_abandoned_reservation_is_stale_immediately(arena, shm):
 
 
 def test_empty_payload_is_a_valid_entry(arena, reader):
-    with arena.keep(arena.reserve(0), None) as pin:
+    with publish(arena, arena.reserve(0, "encoded")) as pin:
         assert pin.range.nbytes == 64 == len(reader.entry(pin.range))
     with pytest.raises(ValueError, match="-1"):
         arena.reserve(-1)
@@ -194,7 +184,7 @@ def test_closed_arena_allows_releases_but_no_new_entries(arena, shm, reader):
     with pytest.raises(RuntimeError, match="closed"):
         arena.reserve(10)
     with pytest.raises(RuntimeError, match="closed"):
-        arena.keep(reservation, None)
+        publish(arena, reservation)
     reservation.abandon()
     pin.release()
     assert arena.clear() == 1
@@ -280,10 +270,11 @@ def test_trimmed_reservation_keeps_its_bytes_and_its_old_range_is_stale(arena, r
     assert bytes(reservation.buffer) == b"bytes"
     with pytest.raises(HandoverFailed):
         reader.entry(before)
-    with arena.keep(reservation, None) as pin:
+    with publish(arena, reservation) as pin:
         assert bytes(reader.entry(pin.range)[64:]) == b"bytes"
     with pytest.raises(ValueError, match="released"):
         reservation.trim(1)
+    assert arena.clear() == 1
     assert arena.stats().free_bytes == arena.stats().size_bytes
 
 

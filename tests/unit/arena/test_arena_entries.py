@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from medialane.arena.entries import KINDS, EntryTable, State
+from medialane.arena.entries import KINDS, Entry, EntryTable, State
 from medialane.types.errors import ArenaFull
+from medialane.types.tensor import ArenaRange
 
 UNIT = 64
 START = 4096
@@ -93,10 +94,16 @@ def test_publishing_an_existing_key_keeps_the_older_entry():
     assert (old.pins, table.stats().num_leases, table.stats().num_entries) == (2, 2, 1)
 
 
+def unkeyed(generation, kind="processed"):
+    """An entry of one unit of an earlier owner, without a key; generation 1 is the first of the arena."""
+    return Entry(ArenaRange(ARENA, START + (generation - 1) * UNIT, UNIT, generation), UNIT, kind)
+
+
 def test_unkeyed_entry_is_freed_with_its_last_pin():
     table, freed = make(4)
-    entry = table.reserve(UNIT)
-    table.keep(entry)
+    entry = unkeyed(1)
+    table.restore(1, [], [(entry, "", None)])
+    assert table.pin_range(entry.range) == (entry, None)
     table.pin(entry)
     table.unpin(entry)
     assert freed == []
@@ -108,7 +115,7 @@ def test_full_of_pinned_entries_raises_without_evicting():
     table, freed = make(4)
     table.reserve(UNIT)
     cached(table, "a")
-    table.keep(table.reserve(UNIT))
+    table.publish(table.reserve(UNIT), "c", "C")
     cached(table, "b")
     with pytest.raises(ArenaFull) as caught:
         table.reserve(2 * UNIT)
@@ -278,7 +285,7 @@ def test_trimmed_entry_frees_its_tail():
     assert stats.largest_hole_bytes == 2 * UNIT
     with pytest.raises(ValueError, match="cannot be trimmed"):
         table.trim(entry, UNIT + 2)
-    table.keep(entry)
+    table.publish(entry, "a", "A")
     with pytest.raises(RuntimeError, match="not being written"):
         table.trim(entry, UNIT)
 
@@ -297,8 +304,11 @@ class EntryMachine(RuleBasedStateMachine):
         super().__init__()
         self.freed = Freed()
         self.table: EntryTable[int] = EntryTable(ARENA, START, self.UNITS * UNIT, self.freed, shares=self.SHARES)
-        self.owner = [None] * self.UNITS  # per unit the entry that has it
-        self.pins = {}  # entry -> pins; every published entry
+        self.unclaimed = [unkeyed(number, kind) for number, kind in enumerate(KINDS, 1)]
+        self.table.restore(len(self.unclaimed), [], [(entry, "", None) for entry in self.unclaimed])
+        #: Per unit the entry that has it.
+        self.owner = [*self.unclaimed, *[None] * (self.UNITS - len(self.unclaimed))]
+        self.pins = dict.fromkeys(self.unclaimed, 0)  # entry -> pins; every published entry
         self.keys = {}  # kind and key -> entry
         self.written = set()
         self.hits = self.misses = 0
@@ -319,7 +329,7 @@ class EntryMachine(RuleBasedStateMachine):
         """The largest hole that evicting entries of these kinds can make."""
         best = run = 0
         for entry in self.owner:
-            held = entry in self.written or self.pins.get(entry)
+            held = entry in self.written or entry in self.unclaimed or self.pins.get(entry)
             run = 0 if held or (entry is not None and entry.kind not in kinds) else run + 1
             best = max(best, run)
         return best
@@ -379,12 +389,19 @@ class EntryMachine(RuleBasedStateMachine):
         self.pins[got] = self.pins.get(got, 0) + 1
         return got
 
-    @rule(target=pinned, entry=consumes(writing))
-    def keep(self, entry):
-        self.table.keep(entry)
-        self.written.remove(entry)
+    @precondition(lambda self: self.unclaimed)
+    @rule(target=pinned)
+    def claim(self):
+        entry = self.unclaimed.pop()
+        assert self.table.pin_range(entry.range) == (entry, None)
         self.pins[entry] = 1
         return entry
+
+    @rule()
+    def free_unclaimed(self):
+        self.unclaimed.clear()
+        self.table.free_unclaimed()
+        self.settle()
 
     @rule(target=pinned, kind=KIND, key=KEYS)
     def lookup(self, kind, key):
@@ -426,7 +443,7 @@ class EntryMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        idle = sum(not pins for pins in self.pins.values())
+        idle = sum(not pins for pins in self.pins.values()) - len(self.unclaimed)
         assert self.table.clear() == idle
         self.settle()
 
@@ -457,6 +474,7 @@ class EntryMachine(RuleBasedStateMachine):
             for _ in range(pins):
                 self.table.unpin(entry)
         self.table.clear()
+        self.table.free_unclaimed()
         assert self.table.stats().largest_hole_bytes == self.UNITS * UNIT
 
 

@@ -6,6 +6,8 @@ import warnings
 import pytest
 
 from medialane.arena import Arena
+from medialane.types.feature import Feature
+from medialane.types.media import MediaSize
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def reservation(arena):
 
 
 def pinned(arena, reservation):
-    return arena.keep(reservation, "value")
+    return arena.publish(reservation, "key", Feature("image", "key", b"", (), MediaSize()))
 
 
 def test_buffer_is_the_payload_and_is_released_with_the_reservation(reservation):
@@ -57,14 +59,14 @@ def test_with_block_leaves_a_taken_over_reservation_alone(arena, reservation):
 def test_reservation_is_taken_over_once(arena, reservation):
     pin = pinned(arena, reservation)
     with pytest.raises(RuntimeError, match="has ended"):
-        arena.keep(reservation, "value")
+        pinned(arena, reservation)
     pin.release()
 
 
 def test_abandoned_reservation_cannot_be_taken_over(arena, reservation):
     reservation.abandon()
     with pytest.raises(RuntimeError, match="has ended"):
-        arena.keep(reservation, "value")
+        pinned(arena, reservation)
 
 
 def test_second_release_is_an_error_and_frees_nothing(arena, reservation):

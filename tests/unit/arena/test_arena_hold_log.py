@@ -4,6 +4,8 @@ import pytest
 
 from medialane.arena import Arena
 from medialane.runtime.tasks import TAKER
+from medialane.types.feature import Feature
+from medialane.types.media import MediaSize
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def test_each_hold_is_recorded_with_its_taker_and_place_until_it_ends(arena):
     TAKER.reset(token)
     (writing,) = holds.records(10)
     assert (writing.state, writing.taker, writing.kind) == ("writing", "request 1", "processed")
-    pin = arena.keep(reservation, None)
+    pin = arena.publish(reservation, "key", Feature("image", "key", b"", (), MediaSize()))
     second = pin.duplicate()
     assert [record.state for record in holds.records(10)] == ["published", "published"]
     assert {record.offset for record in holds.records(10)} == {pin.range.offset}

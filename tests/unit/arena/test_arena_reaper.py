@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from medialane.arena import Arena, ArenaView, Reaped, reap
-from medialane.arena.reaper import reclaimable_bytes
+from medialane.arena.locks import reclaimable_bytes
 from medialane.types.tensor import ArenaRange
 
 OWNER = Path(__file__).with_name("owner.py")

@@ -8,13 +8,13 @@ import secrets
 import signal
 import socket
 import sys
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+from fake_nixl import FakeMetadata
 from medialane.arena import kept_arenas, reap
 from medialane.cli import main, store
 from medialane.cli.doctor import check_kept_arenas
@@ -23,15 +23,14 @@ from medialane.config import Config, load_config
 from medialane.media import MediaConfig
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
-from medialane.testing.fake_nixl import FakeMetadata
 from medialane.testing.sample_media import sample_jpeg
-from medialane.transfer.nixl import Descriptor, NixlMover, RdmaMetadata, pack_agent_metadata
+from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.types.errors import StartupFailed
 from medialane.types.hashing import content_hash
 from medialane.types.media import MediaRef
 from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
-from nixl_hosts import FAKE
+from nixl_hosts import fake_mover
 from published import published_url
 from waiting import eventually
 
@@ -147,7 +146,7 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
 
 
 async def test_store_reads_published_images_if_the_operator_allows_it(config, address):
-    parts = store.StoreParts(store.PROCESSOR_FACTORY, mover=partial(NixlMover, factory=FAKE))
+    parts = store.StoreParts(store.PROCESSOR_FACTORY, mover=fake_mover)
     settings = {**SETTINGS, "stage": "url", "allow-media-rdma": "true", "peer-nixl": "on"}
     config = load_config({**settings, "arena-directory": config.arena.directory}, environ={})
     serving = asyncio.create_task(store.serve(config, "model", [], address, parts=parts))

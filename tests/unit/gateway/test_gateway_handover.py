@@ -19,9 +19,8 @@ from medialane.types.feature import (
     WantedEmbedding,
 )
 from medialane.types.hashing import embedding_key
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import EncoderCard
-from medialane.types.stage import STAGES
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 PLACE = PlaceholderRange(1, 4, b"\1\1\0\1")

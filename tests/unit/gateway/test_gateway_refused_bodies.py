@@ -127,12 +127,14 @@ async def test_connection_that_ends_with_its_response_ends_when_the_body_is_rece
         def until_closed():
             with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
                 sock.sendall(b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 10\r\n\r\n01234")
-                answer = sock.recv(1 << 16)
+                answer = http.client.HTTPResponse(sock)
+                answer.begin()
+                answer.read()  # headers and body may come in two pieces
                 sock.sendall(b"56789")
-                return answer, sock.recv(1 << 16)
+                return answer.status, sock.recv(1 << 16)
 
-        answer, rest = await asyncio.to_thread(until_closed)
-    assert answer.startswith(b"HTTP/1.1 429")
+        status, rest = await asyncio.to_thread(until_closed)
+    assert status == 429
     assert rest == b""
 
 

@@ -19,9 +19,8 @@ from medialane.gateway import (
 )
 from medialane.gateway.records import ReportSender, embedding_outcome, report_schema, request_report
 from medialane.types.feature import Feature, MediaSpan, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision
-from medialane.types.stage import STAGES
 
 REPORT = b'{"items":[{"param":"x"}]}'
 REPORT_FIELDS = json.loads(REPORT)

@@ -8,8 +8,7 @@ from medialane.arena import describe
 from medialane.gateway import open_scope
 from medialane.types.errors import InvalidImage
 from medialane.types.feature import Embedding, Feature, MediaPrompt, StagedItem
-from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize
-from medialane.types.stage import STAGES
+from medialane.types.media import STAGES, Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.types.tensor import ArenaRange, TensorSpec
 
 REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))

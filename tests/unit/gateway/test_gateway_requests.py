@@ -19,9 +19,8 @@ from medialane.gateway.records import (
 )
 from medialane.types.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
 from medialane.types.feature import Feature, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import STAGES, MediaRef, MediaSize
 from medialane.types.request import CompletionDelta, OutputDelta, RoutingDecision
-from medialane.types.stage import STAGES
 
 HASH = "0123456789abcdef" * 4
 SECRET_URL = "https://user:password@cdn.example.com:8443/path/to/secret.png?token=secret"

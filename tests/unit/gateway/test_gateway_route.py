@@ -8,9 +8,8 @@ from medialane.gateway import Routes, WorkerPool
 from medialane.observability import Metrics
 from medialane.routing import Router
 from medialane.testing.fake_worker import ARENA, FakeClient, FakeLink
-from medialane.types.block_hash import prompt_block_ids
 from medialane.types.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange, prompt_block_ids
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import EncoderCard, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec

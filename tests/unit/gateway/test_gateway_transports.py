@@ -9,8 +9,7 @@ from medialane.gateway import InlineTransport, PullTransport, ShmTransport, Tran
 from medialane.observability import RequestTimeline
 from medialane.types.errors import HandoverFailed
 from medialane.types.feature import Embedding, Feature, MediaPayload, RemoteEntry
-from medialane.types.media import MediaSize
-from medialane.types.stage import STAGES
+from medialane.types.media import STAGES, MediaSize
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
 SPEC = TensorSpec("uint8", (1000,))

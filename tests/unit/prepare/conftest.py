@@ -12,8 +12,7 @@ from preparer_pools import png, put
 from builders import checked_arena
 from medialane.arena import Arena, Cached, Pin, Reservation
 from medialane.prepare import forkserver_process
-from medialane.prepare.forkserver_process import ForkserverProcess
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.forkserver_process import ForkserverProcess, PreparerLost, PreparerProcess
 from medialane.types.media import EncodedMedia
 
 

@@ -55,10 +55,10 @@ def png(width: int = 40, height: int = 30, seed: int = 0) -> bytes:
 
 
 def put(arena: Arena, data: bytes) -> Pin[EncodedMedia]:
-    reservation = arena.reserve(len(data))
+    reservation = arena.reserve(len(data), "encoded")
     reservation.buffer[:] = data
     encoded = EncodedMedia("image", content_hash(data), "image/png", reservation.range, ENTRY_HEADER_BYTES, len(data))
-    return arena.keep(reservation, encoded)
+    return arena.publish(reservation, encoded.content_hash, encoded)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
+from medialane.prepare.forkserver_process import PreparerLost, PreparerProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES, Done, FreeTensors, PreparerReady, encode_frame
-from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.runtime.stop import PidfdProcess
 from medialane.wire import HEADER
 

@@ -10,7 +10,7 @@ from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
 from medialane.routing.policies import Choice, Policy
 from medialane.routing.routed_request import Prediction, PredictionMonitor, RouterState
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
-from medialane.types.retry_after import Permits
+from medialane.types.errors import Permits
 
 __all__ = [
     "SEQUENCES",

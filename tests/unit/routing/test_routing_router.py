@@ -12,10 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from builders import Clock
 from medialane.routing import Router, RoutingConfig, RoutingRequest
-from medialane.types.block_hash import prompt_block_ids
 from medialane.types.errors import NoWorkerReady
 from medialane.types.feature import MediaSpan
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange, prompt_block_ids
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad
 
 BLOCK = 16

@@ -10,10 +10,10 @@ from typing import Any
 from handshakes import handshake
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Pin, layout
 from medialane.transfer import Mover, Pulls
-from medialane.transfer.peer_connection import PeerConnection
-from medialane.transfer.peer_messages import (
+from medialane.transfer.peer_connection import (
     PROTOCOL,
     EntryOpened,
+    PeerConnection,
     PeerHello,
     PeerWelcome,
     decode_from_source,

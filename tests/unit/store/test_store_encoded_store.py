@@ -90,13 +90,13 @@ def test_body_of_unknown_length_is_bounded(arena, store):
 
 
 def test_body_without_space_can_be_abandoned(arena, store):
-    held = arena.keep(arena.reserve(14 * MIB), None)
+    held = arena.reserve(14 * MIB)
     body = store.open("image", "", 8 * MIB)
     body.write(bytes(MIB))
     with pytest.raises(ArenaFull):
         body.write(bytes(MIB))
     body.abandon()
-    held.release()
+    held.abandon()
 
 
 def test_non_image_content_is_not_stored(arena, store):

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from fake_nixl import FakeMetadata
 from medialane.arena import layout
 from medialane.media import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, MediaConfig, PublishedImage
 from medialane.store import EncodedStore, PublishedImages
-from medialane.testing.fake_nixl import FakeMetadata
 from medialane.transfer import Pulls
 from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.types.errors import (

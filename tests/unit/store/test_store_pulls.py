@@ -14,7 +14,7 @@ from peer_world import MIB, Host, ScriptedSource, connect, dialled, opening, pat
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
 from medialane.transfer import Pulls, StillWriting, peer_server, pulls
-from medialane.transfer.peer_messages import (
+from medialane.transfer.peer_connection import (
     CloseEntry,
     EntryClosed,
     EntryOpened,

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.transfer.nixl.child import environment, with_tcp
+from medialane.transfer.nixl.mover import environment, with_tcp
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from medialane.arena import ENTRY_HEADER_BYTES
 from medialane.transfer import StillWriting
-from medialane.transfer.nixl import child as child_module
+from medialane.transfer.nixl import mover as mover_module
 from medialane.types.errors import TransferFailed
 from medialane.types.tensor import TensorDescriptor, TensorSpec
 from nixl_hosts import FAKE, MIB, Host
@@ -73,7 +73,7 @@ async def test_processes_are_started_when_they_are_first_needed(owner, reader):
 
 
 async def test_start_of_the_process_does_not_count_for_a_published_image(hosts, owner):
-    data, reader = b"pixels" * 1000, hosts(factory="medialane.testing.fake_nixl:slow_agent")
+    data, reader = b"pixels" * 1000, hosts(factory="fake_nixl:slow_agent")
     with owner.arena.reserve(len(data)) as reservation:
         reservation.buffer[:] = data
         spec = TensorSpec("uint8", (len(data),))
@@ -122,11 +122,11 @@ async def test_late_bytes_arrive_only_in_the_destination(owner, reader):
     await reader.read(opened)
     owner.stop()
     destination, ended = await given_up_read(reader, opened)
-    assert reader.mover.num_reads == 1
+    assert reader.mover.child.num_reads == 1
     assert not ended.done()
     owner.resume()
     await asyncio.wait_for(ended, 10)
-    assert reader.mover.num_reads == 0
+    assert reader.mover.child.num_reads == 0
     assert destination.payload == DATA, "the hazard that the quarantine is for"
 
 
@@ -178,7 +178,7 @@ async def test_cancelled_read_reports_that_its_destination_may_be_written(owner,
     await reader.read(opened)
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     read.cancel()
     with pytest.raises(StillWriting) as raised:
         await read
@@ -193,7 +193,7 @@ async def test_cancelled_reads_do_not_restart_the_process_before_their_deadline(
     pid = reader.mover.pid
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     read.cancel()
     await asyncio.wait([read])
     owner.resume()
@@ -220,7 +220,7 @@ async def test_reads_fail_when_the_mover_process_has_exited(owner, reader, numbe
     pid = reader.mover.pid
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover.num_reads)
+    await eventually(lambda: reader.mover.child and reader.mover.child.num_reads)
     os.kill(pid, number)
     with pytest.raises(TransferFailed, match="has exited") as raised:
         await read
@@ -284,11 +284,11 @@ async def test_source_without_an_offer_fails_the_read(owner, reader):
 
 
 async def test_peers_that_are_not_used_are_forgotten(hosts, reader, monkeypatch):
-    monkeypatch.setattr(child_module, "MAX_PEERS", 1)
+    monkeypatch.setattr(mover_module, "MAX_PEERS", 1)
     owners = [hosts(size_bytes=16 * MIB) for _ in range(3)]
     for host in [*owners, *owners]:
         assert await reader.read(await host.opened(DATA)) == DATA
-    assert reader.mover.num_peers == 1
+    assert reader.mover.child.num_peers == 1
 
 
 async def test_process_ends_when_its_channel_is_closed(owner):

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.types.retry_after import Outage, Permits, retry_after
+from medialane.types.errors import Outage, Permits, retry_after
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, 1), (0.2, 1), (1.1, 2), (48, 48), (1000, 120), (float("inf"), 120)])

@@ -4,8 +4,8 @@ from typing import get_args
 
 import pytest
 
+from medialane.types.media import BEST_STAGE, STAGES, StageChoice, StageName, prepared_stage
 from medialane.types.request import UnexpandedPrompt
-from medialane.types.stage import BEST_STAGE, STAGES, StageChoice, StageName, prepared_stage
 
 
 def test_stage_names_and_table_rows_correspond():

@@ -9,8 +9,7 @@ import torch
 from builders import checked_arena
 from medialane.arena import describe, layout
 from medialane.types.tensor import TensorSpec
-from medialane.vllm_bridge.engine.embedding_connector import CopyCounts, EmbeddingCopies
-from medialane.vllm_bridge.engine.embedding_schedule import StepEmbeddings
+from medialane.vllm_bridge.engine.embedding_connector import CopyCounts, EmbeddingCopies, StepEmbeddings
 
 SPEC = TensorSpec("bfloat16", (30, 64))
 OUTPUT = torch.arange(30 * 64, dtype=torch.float32).view(30, 64).to(torch.bfloat16)

@@ -5,7 +5,7 @@ import pytest
 
 from medialane.types.request import EmbeddingCounts
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.vllm_bridge.engine.embedding_schedule import EmbeddingPlan, EmbeddingSchedule, StepEmbeddings
+from medialane.vllm_bridge.engine.embedding_connector import EmbeddingPlan, EmbeddingSchedule, StepEmbeddings
 
 
 def tensor(number):

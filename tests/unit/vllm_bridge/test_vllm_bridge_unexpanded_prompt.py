@@ -20,9 +20,8 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.types.feature import MediaPayload
-from medialane.types.media import MediaSize
+from medialane.types.media import STAGES, MediaSize
 from medialane.types.request import EngineRequest, UnexpandedPrompt
-from medialane.types.stage import STAGES
 from medialane.vllm_bridge.engine_errors import mapped_errors
 from model_parts import source_renderer
 

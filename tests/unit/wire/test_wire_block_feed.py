@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medialane.gateway.workers.reports import MAX_WAITING_BYTES, BlockInbox
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.wire import HEADER, KvBlocks, decode_from_worker
 from medialane.worker.reports import MAX_WAITING_BLOCKS, PIECE_BLOCKS, BlockFeed
 

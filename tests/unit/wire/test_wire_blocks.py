@@ -10,7 +10,7 @@ from rpc_requests import engine_request, tokens_of
 
 from medialane.testing.fake_worker import FAKE_CARD, FakeHandler
 from medialane.types.errors import ProtocolViolation
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.wire import KvBlocks, ResyncBlocks
 from waiting import eventually
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from fake_engine import FAKE_CARD
-from medialane.types.block_hash import prompt_block_ids
-from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from medialane.types.kv_blocks import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, prompt_block_ids
 from medialane.worker.block_table import BlockReports
 from waiting import eventually
 

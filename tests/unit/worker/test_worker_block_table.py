@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medialane.types.block_hash import prompt_block_ids
-from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from medialane.types.kv_blocks import AllBlocksCleared, BlockRemoved, BlockStored, prompt_block_ids
 from medialane.worker.block_table import BlockTable, pack
 
 SIZE = 4

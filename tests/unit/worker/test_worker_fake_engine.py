@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from fake_engine import FAKE_CARD, FakeEngine, FakeParams
-from medialane.types.block_hash import prompt_block_ids
 from medialane.types.errors import GenerationFailed, WorkerLost
 from medialane.types.feature import MediaPayload, MediaSpan, PlaceholderRange
+from medialane.types.kv_blocks import prompt_block_ids
 from medialane.types.request import EngineRequest, ExpandedPrompt
 from medialane.worker.block_table import BlockTable
 

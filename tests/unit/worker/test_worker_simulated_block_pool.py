@@ -1,7 +1,7 @@
 import pytest
 
 from medialane.testing.simulated.sequence import BlockPool
-from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from medialane.types.kv_blocks import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def stored(pool, ids):

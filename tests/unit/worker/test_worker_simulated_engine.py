@@ -9,7 +9,7 @@ from medialane.testing.simulated.engine import step_s
 from medialane.testing.simulated.scheduler import SimulatedStep
 from medialane.types.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerBusy, WorkerLost
 from medialane.types.feature import EmbeddingUse, MediaPayload, PlaceholderRange
-from medialane.types.kv_events import AllBlocksCleared, BlockStored
+from medialane.types.kv_blocks import AllBlocksCleared, BlockStored
 from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from waiting import eventually

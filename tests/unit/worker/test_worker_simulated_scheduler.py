@@ -3,7 +3,7 @@ import pytest
 from medialane.testing.simulated.scheduler import EncoderCache, Scheduler
 from medialane.testing.simulated.sequence import BlockPool, SimulatedItem, SimulatedSequence, answer_of
 from medialane.types.feature import PlaceholderRange
-from medialane.types.kv_events import BlockStored
+from medialane.types.kv_blocks import BlockStored
 
 
 def scheduler(*, blocks=100, embeds=100, max_num_seqs=8, budget=32, max_encoder_tokens=None):

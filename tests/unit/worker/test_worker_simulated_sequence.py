@@ -1,8 +1,8 @@
 import pytest
 
 from medialane.testing.simulated.sequence import BlockPool, SimulatedItem, SimulatedSequence
-from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.feature import PlaceholderRange
+from medialane.types.kv_blocks import prompt_block_ids, stored_block_ids
 
 
 def made(num_tokens, **kwargs):

@@ -20,7 +20,7 @@ from medialane.types.admin import (
 )
 from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature, StoreUnavailable, WorkerLost
 from medialane.types.feature import Feature, MediaPayload, PlaceholderRange
-from medialane.types.kv_events import AllBlocksCleared, KvEventBatch
+from medialane.types.kv_blocks import AllBlocksCleared, KvEventBatch
 from medialane.types.media import MediaSize
 from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import ArenaOffer, InlineTensor, TensorSpec

@@ -31,8 +31,7 @@ from medialane.gateway.admission.tenants import (
     WAITING,
     SharedCounts,
 )
-from medialane.types.errors import MedialaneError, QueueFull, QueueTimeout, TtftLimitExceeded
-from medialane.types.retry_after import retry_after
+from medialane.types.errors import MedialaneError, QueueFull, QueueTimeout, TtftLimitExceeded, retry_after
 from medialane.types.stats import PoolStats, QueueStats
 
 if TYPE_CHECKING:

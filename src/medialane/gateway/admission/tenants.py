@@ -25,9 +25,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from medialane.runtime.private_files import read_private
-from medialane.types.errors import ConcurrencyLimitExceeded, MediaOverloaded, RateLimitExceeded, StartupFailed
+from medialane.types.errors import (
+    ConcurrencyLimitExceeded,
+    MediaOverloaded,
+    Permits,
+    RateLimitExceeded,
+    StartupFailed,
+    retry_after,
+)
 from medialane.types.media_lease import TenantShares
-from medialane.types.retry_after import Permits, retry_after
 
 if TYPE_CHECKING:
     from medialane.gateway.request.scope import RequestScope

@@ -24,9 +24,8 @@ import numpy as np
 
 from medialane.gateway.config import GatewayConfig
 from medialane.runtime.tasks import LoopFairness
-from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
+from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded, Permits
 from medialane.types.media_lease import TenantShares
-from medialane.types.retry_after import Permits
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -21,9 +21,8 @@ import msgspec
 
 from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord
 from medialane.types.feature import MoverName
-from medialane.types.media import MediaSize, Modality
+from medialane.types.media import MediaSize, Modality, StageName
 from medialane.types.request import Alternative, RoutingDecision
-from medialane.types.stage import StageName
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Send

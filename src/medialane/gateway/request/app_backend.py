@@ -53,8 +53,17 @@ from medialane.types.feature import (
     StagedItem,
 )
 from medialane.types.hashing import merged_options
-from medialane.types.media import MediaRef, audio_io
-from medialane.types.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
+from medialane.types.media import (
+    BEST_STAGE,
+    RAW_STAGE,
+    STAGES,
+    MediaRef,
+    Stage,
+    StageChoice,
+    StageName,
+    audio_io,
+    prepared_stage,
+)
 from medialane.types.stats import WaitStats
 
 if TYPE_CHECKING:

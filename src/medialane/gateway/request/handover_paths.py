@@ -1,5 +1,5 @@
-"""Hand-over paths to workers: a stage (`types.stage`: what is sent of the media) and a transport (how); and the prompt
-in the form that a path sends.
+"""Hand-over paths to workers: a stage (`types.media.Stage`: what is sent of the media) and a transport (how); and the
+prompt in the form that a path sends.
 
 A transport has two ends: the gateway's is an object of this file, which says what the transport needs, what it carries
 and when it is tried; the worker's is in `worker.media`.
@@ -21,8 +21,8 @@ from medialane.gateway.config import TransportChoice
 from medialane.observability.timeline import RequestTimeline
 from medialane.types.errors import HandoverFailed, StoreUnavailable
 from medialane.types.feature import MediaPayload, MoverChoice, PlacedFeature, PreparedPrompt, StagedItem
+from medialane.types.media import BEST_STAGE, STAGES, Stage, StageChoice, StageName
 from medialane.types.request import ExpandedPrompt, Prompt, UnexpandedPrompt
-from medialane.types.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName
 from medialane.types.tensor import ArenaRange, InlineTensor, TensorDescriptor
 
 if TYPE_CHECKING:

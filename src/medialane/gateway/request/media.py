@@ -21,9 +21,8 @@ from medialane.runtime.tasks import LoopFairness, gather_or_cancel
 from medialane.types.errors import HandoverFailed, InvalidRequest, MedialaneError
 from medialane.types.feature import Feature, MediaPrompt, PreparedPrompt, StagedItem
 from medialane.types.hashing import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
-from medialane.types.media import DECODED, MediaRef, MediaSize
+from medialane.types.media import BEST_STAGE, DECODED, STAGES, MediaRef, MediaSize, StageName
 from medialane.types.media_lease import is_leased
-from medialane.types.stage import BEST_STAGE, STAGES, StageName
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,8 @@ from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing import RoutedRequest, Router, RoutingRequest
-from medialane.types.block_hash import prompt_block_ids, token_array
 from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds, prompt_block_ids, token_array
 from medialane.types.media import Modality
 from medialane.types.request import EngineRequest, OutputDelta
 from medialane.types.stats import RoutingStats, WaitStats

@@ -50,9 +50,9 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.types.feature import MediaPrompt, PlacedFeature, PreparedPrompt
-from medialane.types.kv_events import BlockIds
+from medialane.types.kv_blocks import BlockIds
+from medialane.types.media import StageChoice
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
-from medialane.types.stage import StageChoice
 
 logger = logging.getLogger(__name__)
 

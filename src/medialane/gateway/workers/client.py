@@ -23,6 +23,7 @@ from medialane.types.errors import (
     HandoverFailed,
     MedialaneError,
     NoWorkerReady,
+    Permits,
     ProtocolViolation,
     Unavailable,
     WorkerBusy,
@@ -32,11 +33,9 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.request import EngineRequest, OutputDelta, merge_deltas
-from medialane.types.retry_after import Permits
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, Registration
-from medialane.wire.dial import dial
+from medialane.wire.connection import Connection, Registration, dial
 from medialane.wire.payload import OutgoingRequest, PooledOutput, split
 from medialane.wire.protocol import (
     Abort,

@@ -27,13 +27,13 @@ from medialane.types.errors import (
     AlreadyJoined,
     MedialaneError,
     NoWorkerReady,
+    Outage,
     StartupFailed,
     WorkerLost,
     WorkerStalled,
     report_of,
 )
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
-from medialane.types.retry_after import Outage
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, check_version

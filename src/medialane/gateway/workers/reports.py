@@ -19,7 +19,7 @@ import msgspec
 
 from medialane.routing import AnnouncedRequest, Router
 from medialane.types.errors import ProtocolViolation
-from medialane.types.kv_events import KvChange
+from medialane.types.kv_blocks import KvChange
 from medialane.types.request import EncoderCard, Endpoint, ModelCard, WorkerLoad, WorkerState
 from medialane.types.stats import PendingWork
 from medialane.wire.protocol import (

@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from medialane.testing.simulated.sequence import Block, BlockPool, SimulatedSequence
-from medialane.types.kv_events import KvEvent
+from medialane.types.kv_blocks import KvEvent
 
 
 @dataclass(slots=True)

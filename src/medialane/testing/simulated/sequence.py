@@ -23,10 +23,16 @@ from zlib import crc32
 
 import msgspec
 
-from medialane.types.block_hash import prompt_block_ids, stored_block_ids
 from medialane.types.errors import InvalidFeature
 from medialane.types.feature import EmbeddingUse, MediaSpan, PlaceholderRange
-from medialane.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from medialane.types.kv_blocks import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    prompt_block_ids,
+    stored_block_ids,
+)
 from medialane.types.request import EngineRequest
 
 

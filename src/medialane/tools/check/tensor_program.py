@@ -24,8 +24,7 @@ from medialane.tools.check.media import items_named
 from medialane.tools.check.results import encode
 from medialane.tools.check.tensors import ItemTensors, Source, TensorReport, TensorTask
 from medialane.types.errors import StartupFailed
-from medialane.types.media import Decoded, Modality
-from medialane.types.stage import RAW_STAGE
+from medialane.types.media import RAW_STAGE, Decoded, Modality
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.options import final_io, model_io

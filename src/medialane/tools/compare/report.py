@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane import __version__
-from medialane.runtime.host import percentile, versions
+from medialane.runtime.resources import percentile, versions
 from medialane.tools.check.results import compare
 from medialane.tools.compare.client import Reply, Served
 from medialane.tools.compare.comparison import TrafficComparison, Turn

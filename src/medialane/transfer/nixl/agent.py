@@ -1,5 +1,5 @@
 """What crosses the borders of the mover process: descriptors of readable memory, the messages of its store, and what it
-needs of NIXL (`Agent`: implemented by `nixl_agent`, and by `medialane.testing.fake_nixl` without NIXL).
+needs of NIXL (`Agent`: implemented by `nixl_agent`, and by `tests/fake_nixl.py` without NIXL).
 
 Descriptors are as NVIDIA Dynamo's `nixl_connect` exchanges them (ai-dynamo-runtime 1.6.1). The owner of memory sends
 `RdmaMetadata` as JSON (`create_readable(...).metadata()` there); who receives it reads all descriptors in one transfer

@@ -44,7 +44,7 @@ from medialane.types.errors import (
     WorkerLost,
 )
 from medialane.types.feature import EmbeddingUse
-from medialane.types.kv_events import KvEventBatch
+from medialane.types.kv_blocks import KvEventBatch
 from medialane.types.request import (
     ENCODER,
     EmbeddingCounts,

@@ -21,7 +21,7 @@ from medialane.types.feature import EmbeddingUse, MediaPayload, MediaSpan
 from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import embedding_connector
-from medialane.vllm_bridge.engine.embedding_schedule import request_embeddings
+from medialane.vllm_bridge.engine.embedding_connector import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.unexpanded_prompt import UnexpandedRenderer
 from medialane.vllm_bridge.items.arena_tensors import ArenaItem

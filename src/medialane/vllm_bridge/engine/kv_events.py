@@ -23,7 +23,7 @@ import zmq.asyncio
 from vllm.config import KVEventsConfig
 
 from medialane.runtime.tasks import WatchedTask
-from medialane.types.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
+from medialane.types.kv_blocks import AllBlocksCleared, KvEvent, KvEventBatch
 
 logger = logging.getLogger(__name__)
 

@@ -37,9 +37,8 @@ from medialane.types.errors import (
     raised_in,
 )
 from medialane.types.feature import MediaPayload
-from medialane.types.media import DECODED, MODALITIES, Decoded, MediaSize, Modality
+from medialane.types.media import DECODED, MODALITIES, Decoded, MediaSize, Modality, StageName
 from medialane.types.request import EngineRequest, UnexpandedPrompt
-from medialane.types.stage import StageName
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, Embeds, decode_embeds
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
 from medialane.vllm_bridge.items.features import tensor_over

@@ -34,8 +34,7 @@ from medialane.runtime.tasks import LoopFairness
 from medialane.types.errors import InvalidFeature, MedialaneError, PromptRejected, StartupFailed
 from medialane.types.feature import Feature, PlaceholderRange
 from medialane.types.hashing import digest
-from medialane.types.media import MODALITIES, Modality
-from medialane.types.stage import StageName
+from medialane.types.media import MODALITIES, Modality, StageName
 from medialane.vllm_bridge.engine.plugin import show_vllm_lines
 from medialane.vllm_bridge.frontend import client_features, event_template, pooling_endpoints, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient

@@ -19,8 +19,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.prepare.processor import AssembledPrompt, ImageCost
 from medialane.types.errors import FeatureUnsupported, InvalidFeature, PromptRejected, prompt_too_long
 from medialane.types.feature import Feature, PlaceholderRange
-from medialane.types.media import Modality
-from medialane.types.stage import StageName
+from medialane.types.media import Modality, StageName
 from medialane.vllm_bridge.engine_errors import public_text
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import (

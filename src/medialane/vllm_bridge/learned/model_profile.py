@@ -34,9 +34,8 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.prepare.processor import AssembledPrompt
 from medialane.types.errors import MedialaneError
 from medialane.types.feature import Feature, MediaPayload
-from medialane.types.media import Decoded, Modality
+from medialane.types.media import RAW_STAGE, Decoded, Modality, StageName
 from medialane.types.request import ExpandedPrompt
-from medialane.types.stage import RAW_STAGE, StageName
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.mistral_chat import chat_of_blanks, expand_marks

@@ -1,4 +1,4 @@
-"""An agent without NIXL, for tests: it reads the memory of another process of this user through /proc.
+"""An agent without NIXL: it reads the memory of another process of this user through /proc.
 
 Like NIXL over TCP, a read from a stopped process neither ends nor fails, and its bytes arrive after the process has
 continued; a read from a process that has exited fails.
@@ -82,7 +82,7 @@ class FakeAgent:
 
 def slow_agent(name: str) -> FakeAgent:
     """Return an agent after 3 s, as on a host where NIXL's libraries are read from a busy disk."""
-    time.sleep(3.0)
+    time.sleep(3.0)  # time: longer than the deadline of a read
     return FakeAgent(name)
 
 

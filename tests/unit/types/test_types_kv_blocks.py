@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from medialane.types.block_hash import chain, prompt_block_ids, stored_block_ids, token_array
 from medialane.types.feature import MediaSpan
+from medialane.types.kv_blocks import chain, prompt_block_ids, stored_block_ids, token_array
 
 BLOCK = 4
 tokens = st.lists(st.integers(0, 151_935), max_size=80)

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.runtime.host import ascii_host
+from medialane.types.setting import ascii_host
 
 
 @pytest.mark.parametrize(
