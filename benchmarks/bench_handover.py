@@ -1,7 +1,7 @@
 """`medialane bench handover`: time from 'entry ready' to 'tensor view usable in the EngineCore process'.
 
 medialane: three processes, two hops, and the store, a fourth. The feature is in the arena, the gateway holds it, and
-the prompt is prepared; then `Gateway.generate` (route, hand-over, Submit over the RPC's unix socket), the `Worker`
+the prompt is prepared; then `AppBackend.generate` (route, hand-over, Submit over the RPC's unix socket), the `Worker`
 (holds the feature at the store, checks descriptors, builds views, decodes the item), vLLM's encoder with our consumer,
 EngineCore's IPC socket, EngineCore's input thread with our decoder; finally the first and last element are read. vLLM:
 two processes, one hop. The processed tensors are in the front end's heap, where vLLM's processor leaves them; then

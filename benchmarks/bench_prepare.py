@@ -2,11 +2,11 @@
 
 Ours, for 1, 2, ... preparers: `PreparerPool.prepare_item`, after copying the bytes into the arena, with enough
 concurrency to keep the preparers busy; a preparer decodes, runs vLLM's processor and writes to the arena. `whole
-gateway` is `Gateway.prepare` with all other components, and a store in the same process, over its socket; like vLLM's
-renderer it hashes the bytes and expands placeholders, so it is the one that is compared. Theirs: vLLM's own chain in
-one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`), one request after the other, with one torch thread and
-with vLLM's default: the faster one is compared with one preparer. For comparison with more preparers, one process on
-all cores: `all threads` of torch, and requests `at once` through `render_cmpl_async`.
+gateway` is `AppBackend.prepare` with all other components, and a store in the same process, over its socket; like
+vLLM's renderer it hashes the bytes and expands placeholders, so it is the one that is compared. Theirs: vLLM's own
+chain in one process (`ImageMediaIO.load_bytes`, `renderer.render_cmpl`), one request after the other, with one torch
+thread and with vLLM's default: the faster one is compared with one preparer. For comparison with more preparers, one
+process on all cores: `all threads` of torch, and requests `at once` through `render_cmpl_async`.
 
 All images are distinct within a turn, and dropped after it. Turns alternate, medians count. `CPU ms` is the CPU time
 per image of all processes involved; `others` is the share of the cores that the rest of the machine used in the

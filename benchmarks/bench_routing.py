@@ -9,6 +9,9 @@ for round-robin, and sets the rate for all policies.
 `one hot image` is a case in which a policy that considers only caches fails: all requests would queue at the worker
 that has it.
 
+`one request at a time` is a case in which nothing waits, so that only the cost of evictions spreads requests: documents
+or chats with one system prompt in common, which fit in the caches of all workers together but not in one.
+
 Several gateways are compared with one: each knows its own requests at once, and the others' requests from what the
 workers report. Each request reaches any of them (`by requests`), or a session's requests all reach one (`by sessions`).
 """
@@ -21,13 +24,15 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 import harness
 from medialane.routing import RoutingConfig
 from medialane.routing.config import PolicyName
 from medialane.testing.simulated.sequence import answer_of
 from medialane.types.kv_blocks import prompt_block_ids
 from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
-from traces import SessionTrace, Turn, session_turns
+from traces import PacedTrace, SessionTrace, Turn, paced_turns, session_turns
 
 ABOUT = "policies side by side on simulated workers: cached tokens, time to first token, balance"
 
@@ -51,6 +56,34 @@ HOT = SessionTrace(
 GUESS_PER_S = 19.0
 MODERATE_PER_S, HIGH_PER_S, HOT_PER_S = 7.6, 13.7, 20.2
 CLOSE, _MAX_TRIES = 0.015, 10
+
+
+#: Documents of which twelve, four times, are asked about in three rounds.
+DOCUMENTS = PacedTrace(num_rounds=3, num_sets=4)
+CHATS = PacedTrace(
+    document=(50, 200), question=(100, 300), answer=(50, 200), is_chat=True, num_rounds=8, num_sets=3, pace_s=3.0
+)
+
+
+class Paced(NamedTuple):
+    """Workers, the tokens that each can cache, and their requests."""
+
+    trace: PacedTrace
+    num_tokens: int
+    num_workers: int = 2
+
+
+PACED = {
+    "documents": Paced(DOCUMENTS, 30_000),
+    "short documents": Paced(DOCUMENTS._replace(document=(200, 400)), 4_500),
+    "documents of any length": Paced(DOCUMENTS._replace(num_documents=13, document=(500, 8000)), 38_000),
+    "documents of any length, 4 workers": Paced(
+        DOCUMENTS._replace(num_documents=26, document=(500, 8000)), 38_000, num_workers=4
+    ),
+    "long system prompt": Paced(DOCUMENTS._replace(system_prompt=2000, document=(400, 800)), 8_000),
+    "chats": Paced(CHATS, 22_000),
+}
+PACED_SEEDS = 3
 
 
 class Run(NamedTuple):
@@ -183,6 +216,34 @@ def hot_image(*, quick: bool) -> harness.Report:
     return report
 
 
+def paced(*, quick: bool) -> harness.Report:
+    report, rows = harness.Report("routing"), list[dict[str, object]]()
+    for name, case in PACED.items():
+        cached, imbalance = [], []
+        for policy in POLICIES[:2]:
+            runs = [_paced_run(case, policy, seed) for seed in range(1 if quick else PACED_SEEDS)]
+            cached.append(min(outcome.cached / best for outcome, best in runs))
+            imbalance.append(max(outcome.imbalance for outcome, _ in runs))
+            row = {"trace": name, "policy": policy, "workers": case.num_workers}
+            rows.append(row | {"of oracle": cached[-1], "worst/mean": imbalance[-1]})
+        report.bars += [
+            harness.Bar(f"one request at a time, {name}: cached tokens, of the oracle's", cached[0], 0.95, "at least"),
+            harness.Bar(
+                f"one request at a time, {name}: worst worker's load, of the mean", imbalance[0], 1.2, "at most"
+            ),
+        ]
+    report.tables["one request at a time, the worst of several traces"] = rows
+    return report
+
+
+def _paced_run(case: Paced, policy: PolicyName, seed: int) -> tuple[Outcome, float]:
+    """Return the outcome, and the oracle's share."""
+    turns = list(paced_turns(case.trace._replace(seed=seed)))
+    simulated = replace(CONFIG, num_kv_blocks=case.num_tokens // CONFIG.block_size + 1)
+    cluster = SimulatedCluster(case.num_workers, RoutingConfig(router=policy), simulated=simulated)
+    return cluster.run(turns), oracle(turns)
+
+
 def gateways(*, quick: bool) -> harness.Report:
     return _gateways(GATEWAYS_PER_S, GATEWAY_RUNS, quick=quick)
 
@@ -191,7 +252,7 @@ def gateways_busy(*, quick: bool) -> harness.Report:
     return _gateways(GATEWAYS_BUSY_PER_S, GATEWAY_RUNS[:-1], quick=quick)
 
 
-PARTS = (moderate, high, hot_image, gateways, gateways_busy)
+PARTS = (moderate, high, hot_image, paced, gateways, gateways_busy)
 
 
 def _policies(

@@ -5,8 +5,8 @@ the seed (`answering_workers`). Requests are sent in batches: text, new and repe
 server, clips, audio, hostile input, and clients that disconnect early. Again and again the worker with the most
 requests is cut off, in the middle of messages, and is back after some time, so that one request in a hundred loses its
 worker. Every other answer must be there, with exactly the right tokens and text.
-After each batch the load stops until nothing is in flight. Then no lease may be held, and the sampled values (memory of
-all processes, file descriptors, shared memory) should not change from sample to sample.
+After each batch the load stops until nothing is in flight. Then nothing may be held at the store, and the sampled
+values (memory of all processes, file descriptors, shared memory) should not change from sample to sample.
 
 Growth is the slope over requests after the warm-up, the first third: the median of the slopes between all pairs of
 samples (Theil-Sen estimator), which is robust against outliers. Memory is anonymous memory, with shared pages counted
@@ -58,7 +58,7 @@ from soak_requests import NUM_TOKENS, Request, Requests, files
 sys.path.append(str(REPOSITORY / "tests" / "families"))  # the tests' tiny models
 from tiny_families import FAMILIES
 
-ABOUT = "leaks: memory, descriptors and leases over thousands of mixed requests"
+ABOUT = "leaks: memory, descriptors and pins over thousands of mixed requests"
 
 NUM_REQUESTS, QUICK_NUM_REQUESTS = 100_000, 5_000
 #: The run ends after this time per request, or this time in total, with the results so far.
@@ -240,7 +240,7 @@ class Soak:
                     await asyncio.sleep(0.1)
 
     async def _in_flight(self) -> tuple[float, float]:
-        """Return the leases held and the requests at the workers."""
+        """Return the pins on entries and the requests at the workers."""
         text = await self._metrics()
         return _metric(text, "medialane_arena_leases"), _metric(text, "medialane_worker_in_flight")
 

@@ -1,8 +1,8 @@
 """For `medialane bench router`: what a request costs the gateway's event loop between its block ids and its worker.
 
-Everything is measured, the gateway's part (`gateway.route.Routes`) and the router's: `choose`, on the critical path of
-the request, and `begin`, which does the bookkeeping (the record, the queue, the pending blocks) after it was sent. Only
-hashing is left out: it has its own table.
+Everything is measured, the gateway's part (`gateway.request.route.Routes`) and the router's: `choose`, on the critical
+path of the request, and `begin`, which does the bookkeeping (the record, the queue, the pending blocks) after it was
+sent. Only hashing is left out: it has its own table.
 
 The router has the same blocks as in `match`, a queue of a few requests at each slot, and encoder caches. A prompt has
 an image among its first blocks; a request is prefilled and released after some hundred others, as in production.

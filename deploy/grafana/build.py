@@ -488,11 +488,11 @@ MEDIA: Rows = {
             stacked=True,
         ),
         graph(
-            "Entries, leases, evictions",
-            "Entries and leases held; evictions per second.",
+            "Entries, pins, evictions",
+            "Entries, and pins on them, one for each reader; evictions per second.",
             [
                 (total(of("medialane_arena_entries")), "entries"),
-                (total(of("medialane_arena_leases")), "leases"),
+                (total(of("medialane_arena_leases")), "pins"),
                 (rate("medialane_arena_evictions_total"), "evictions / s"),
             ],
         ),

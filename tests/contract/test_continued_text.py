@@ -143,7 +143,7 @@ class Answer:
             0, token_ids, cumulative_logprob=cumulative_logprob
         )
 
-    def check_every_seam(self, step=1):
+    def check_every_break(self, step=1):
         """Continue it after each of its outputs but the last: all that the client gets is as it was, output by
         output."""
         whole = self.undisturbed()
@@ -163,24 +163,24 @@ def encoded(tokenizer, text):
 
 def test_characters_of_several_tokens_are_whole(tokenizer):
     answer = Answer(tokenizer, encoded(tokenizer, PROMPT), singly(encoded(tokenizer, EMOJI)), logprobs=2)
-    whole = answer.check_every_seam()
+    whole = answer.check_every_break()
     assert "👩‍👩‍👧‍👦" in "".join(completion.text for completion in whole)
     assert any(not completion.text for completion in whole)  # so there are incomplete characters
 
 
 def test_prompt_that_ends_within_a_character_is_context(tokenizer):
     prompt, emoji = encoded(tokenizer, PROMPT), encoded(tokenizer, "🇪🇺")
-    Answer(tokenizer, [*prompt, *emoji[:-2]], singly([*emoji[-2:], *encoded(tokenizer, " and")])).check_every_seam()
+    Answer(tokenizer, [*prompt, *emoji[:-2]], singly([*emoji[-2:], *encoded(tokenizer, " and")])).check_every_break()
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_across_the_seam(tokenizer, include):
+def test_stop_string_across_the_break(tokenizer, include):
     token_ids = encoded(tokenizer, "a b 👩‍👩‍👧 c STOP HERE and more")
     answer = Answer(
         tokenizer, encoded(tokenizer, PROMPT), singly(token_ids), stop=["STOP HERE", "never"],
         include_stop_str_in_output=include, logprobs=1,
     )  # fmt: skip
-    whole = answer.check_every_seam()
+    whole = answer.check_every_break()
     assert (whole[-1].finish_reason, whole[-1].stop_reason) == ("stop", "STOP HERE")
     assert "".join(completion.text for completion in whole).endswith("STOP HERE" if include else "c ")
 
@@ -189,7 +189,7 @@ def test_stop_string_before_the_least_tokens_does_not_stop(tokenizer):
     token_ids = encoded(tokenizer, "one. two. three. four.")
     least = len(encoded(tokenizer, "one. two.")) + 2
     answer = Answer(tokenizer, encoded(tokenizer, PROMPT), singly(token_ids), stop=["."], min_tokens=least)
-    whole = answer.check_every_seam()
+    whole = answer.check_every_break()
     assert "".join(completion.text for completion in whole).strip() == "one. two. three"
 
 
@@ -200,7 +200,7 @@ def test_text_of_the_token_that_stopped_is_left_out(tokenizer):
             tokenizer, encoded(tokenizer, PROMPT), singly(token_ids), FinishReason.STOP, token_ids[-1],
             stop=["unseen"], include_stop_str_in_output=include,
         )  # fmt: skip
-        whole = answer.check_every_seam()
+        whole = answer.check_every_break()
         assert whole[-1].stop_reason == token_ids[-1]
 
 
@@ -209,7 +209,7 @@ def test_several_tokens_of_a_step_are_cut_after_the_stop_string(tokenizer):
     token_ids = encoded(tokenizer, "one two 👩‍👩‍👧 END three END four five")
     steps = [token_ids[start : start + 4] for start in range(0, len(token_ids), 4)]
     answer = Answer(tokenizer, encoded(tokenizer, PROMPT), steps, stop=["END"], logprobs=2)
-    whole = answer.check_every_seam()
+    whole = answer.check_every_break()
     assert whole[-1].stop_reason == "END"
     assert len(whole[-1].logprobs) == len(whole[-1].token_ids)
 
@@ -228,14 +228,14 @@ def test_several_tokens_of_a_step_are_cut_after_the_stop_string(tokenizer):
 def test_any_tokens(tokenizer, options):
     """Random tokens: invalid bytes, special tokens, all kinds of spaces. More than a detokenizer is fed with."""
     steps = singly(np.random.default_rng(1).integers(0, len(tokenizer), 250).tolist())
-    Answer(tokenizer, encoded(tokenizer, PROMPT), steps, logprobs=2, **options).check_every_seam(step=17)
+    Answer(tokenizer, encoded(tokenizer, PROMPT), steps, logprobs=2, **options).check_every_break(step=17)
 
 
 def test_long_stretch_without_text(tokenizer):
     """Only special tokens, or bytes that make no character: the state is older than a few tokens."""
     emoji = encoded(tokenizer, "👩")
     token_ids = [*encoded(tokenizer, "text STO"), *emoji[:1] * 300, *encoded(tokenizer, "P and")]
-    Answer(tokenizer, encoded(tokenizer, PROMPT), singly(token_ids), stop=["STOP", "and"]).check_every_seam(step=29)
+    Answer(tokenizer, encoded(tokenizer, PROMPT), singly(token_ids), stop=["STOP", "and"]).check_every_break(step=29)
 
 
 def test_choice_that_has_all_its_tokens_gets_no_more(tokenizer):

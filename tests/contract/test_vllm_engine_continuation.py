@@ -66,12 +66,12 @@ class Answers:
         assert all(completion.index == index for completion in completions)
         return completions
 
-    async def check_every_seam(self, prompt, **params):
+    async def check_every_break(self, prompt, **params):
         sampling_params = encoded(**params)
         choices, expanded = await self.undisturbed(prompt, sampling_params)
         for whole in choices.values():
-            seams = [self.continued(prompt, sampling_params, whole, at, expanded) for at in range(len(whole))]
-            for at, continued in enumerate(await asyncio.gather(*seams)):
+            breaks = [self.continued(prompt, sampling_params, whole, at, expanded) for at in range(len(whole))]
+            for at, continued in enumerate(await asyncio.gather(*breaks)):
                 assert tokens(continued) == tokens(whole), at
                 assert text_of(continued) == text_of(whole), at
                 assert continued[-1].finish_reason == whole[-1].finish_reason, at
@@ -117,25 +117,25 @@ async def plain_text(answers, text):
 
 
 async def test_greedy_answer(answers, text):
-    (whole,) = (await answers.check_every_seam(text, max_tokens=16, logprobs=2)).values()
+    (whole,) = (await answers.check_every_break(text, max_tokens=16, logprobs=2)).values()
     assert len(tokens(whole)) == 16
 
 
 async def test_answer_about_an_image_as_features(answers, maker):
-    await answers.check_every_seam(maker.inline(pixels(200, 100)), max_tokens=8)
+    await answers.check_every_break(maker.inline(pixels(200, 100)), max_tokens=8)
 
 
 async def test_answer_about_an_image_that_the_worker_processes(answers, maker):
     """The prompt that is continued is the one that the worker has expanded."""
     prompt = UnexpandedPrompt(maker.token_ids(1), (encoded_item(sample_jpeg(1, 120, 80), "f" * 64),))
-    await answers.check_every_seam(prompt, max_tokens=8, logprobs=0)
+    await answers.check_every_break(prompt, max_tokens=8, logprobs=0)
 
 
 async def test_placeholder_tokens_among_those_generated(answers, maker):
     """An answer may contain the token that stands for an image: that is none."""
     (placeholder,) = maker.tokenizer.encode("<|image_pad|>")
     allowed = [placeholder, *maker.tokenizer.encode("ab")]
-    choices = await answers.check_every_seam(
+    choices = await answers.check_every_break(
         maker.inline(pixels(200, 100)), max_tokens=6, allowed_token_ids=allowed, logit_bias={placeholder: 5.0}
     )
     assert placeholder in tokens(choices[0])
@@ -143,11 +143,11 @@ async def test_placeholder_tokens_among_those_generated(answers, maker):
 
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_string(answers, text, plain_text, include):
-    """It is part of the text of several tokens, so there are seams within it."""
+    """It is part of the text of several tokens, so there are breaks within it."""
     whole = text_of(plain_text)
     end = len(text_of(plain_text[:12]))
     stop = whole[end - 6 : end - 1]
-    choices = await answers.check_every_seam(
+    choices = await answers.check_every_break(
         text, max_tokens=16, stop=[stop, "never"], include_stop_str_in_output=include, logprobs=1
     )
     assert choices[0][-1].stop_reason == stop
@@ -157,26 +157,26 @@ async def test_stop_string(answers, text, plain_text, include):
 async def test_stop_token(answers, text, plain_text):
     token_ids = tokens(plain_text)
     stop = next(token for number, token in enumerate(token_ids) if number > 5 and token not in token_ids[:number])
-    choices = await answers.check_every_seam(text, max_tokens=16, stop_token_ids=[stop])
+    choices = await answers.check_every_break(text, max_tokens=16, stop_token_ids=[stop])
     assert choices[0][-1].stop_reason == stop
 
 
 async def test_least_number_of_tokens(answers, text, plain_text):
     """Without it the answer would stop at its third token."""
     stop = tokens(plain_text)[2]
-    choices = await answers.check_every_seam(text, max_tokens=12, min_tokens=8, stop_token_ids=[stop])
+    choices = await answers.check_every_break(text, max_tokens=12, min_tokens=8, stop_token_ids=[stop])
     assert len(tokens(choices[0])) >= 8
 
 
 async def test_repetition_penalty(answers, text, plain_text):
     """Below 1 it prefers what prompt and output have had."""
-    choices = await answers.check_every_seam(text, max_tokens=12, repetition_penalty=0.1)
+    choices = await answers.check_every_break(text, max_tokens=12, repetition_penalty=0.1)
     assert tokens(choices[0]) != tokens(plain_text)[:12]
 
 
 async def test_each_of_several_choices(answers, text):
     """Sampling the most likely token only, as vLLM has one choice if it is greedy."""
-    choices = await answers.check_every_seam(text, max_tokens=6, n=2, temperature=1.0, top_k=1, logprobs=0)
+    choices = await answers.check_every_break(text, max_tokens=6, n=2, temperature=1.0, top_k=1, logprobs=0)
     assert sorted(choices) == [0, 1]
 
 

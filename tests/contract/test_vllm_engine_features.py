@@ -230,7 +230,7 @@ async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engin
         (tensor,) = good.features[0].tensors
         stale = msgspec.structs.replace(tensor, range=msgspec.structs.replace(tensor.range, generation=10**9))
         bad = with_feature(good, tensors=(stale,), mm_hash="b" * 64)
-        other, more_leases = maker.in_arena(arena, pixels(300, 300, 13))
+        other, more_pins = maker.in_arena(arena, pixels(300, 300, 13))
         undisturbed = await answer(vllm_engine, other, views_of(other, view))
         innocent = asyncio.create_task(answer(vllm_engine, other, views_of(other, view)))
         refused = [answer(vllm_engine, bad, views_of(good, view), n=n, temperature=n - 1) for n in (1, 1, 2)]
@@ -239,7 +239,7 @@ async def test_entry_unreadable_to_engine_core_fails_only_its_request(vllm_engin
         assert await innocent == undisturbed
         repaired = with_feature(good, mm_hash="b" * 64)
         assert await answer(vllm_engine, repaired, views_of(good, view)) == expected
-        for pin in (*pins, *more_leases):
+        for pin in (*pins, *more_pins):
             pin.release()
 
 

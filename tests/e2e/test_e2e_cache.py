@@ -84,7 +84,7 @@ async def test_metrics_cover_stages_caches_arena_and_processes(ours):
     assert page.value("medialane_transfer_fallbacks_total") == 0
 
 
-async def test_client_disconnect_leaves_no_lease_and_no_running_request(ours):
+async def test_client_disconnect_leaves_no_hold_and_no_running_request(ours):
     body = long_chat(picture(28), text("Tell a long story."), stream=True)
     await eventually(lambda: is_idle(ours), "nothing else runs", 20)
     async with ours.opened(body) as response:

@@ -8,7 +8,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-TRANSFER_PATHS = ("features/shm", "features/inline", "decoded/shm", "url", "apart", "features/tcp", "decoded/tcp")
+HANDOVER_PATHS = ("features/shm", "features/inline", "decoded/shm", "url", "apart", "features/tcp", "decoded/tcp")
 
 BODIES = {
     "text": chat(text("Say something about pictures.")),
@@ -20,7 +20,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("way", TRANSFER_PATHS)
+@pytest.mark.parametrize("way", HANDOVER_PATHS)
 @pytest.mark.parametrize("name", BODIES)
 async def test_output_equals_plain_vllm(gateways, plain, way, name):
     answer, right = await gateways[way].succeed(BODIES[name]), await plain.succeed(BODIES[name])
@@ -30,7 +30,7 @@ async def test_output_equals_plain_vllm(gateways, plain, way, name):
     assert details[0].get("multimodal_tokens") == details[1].get("multimodal_tokens")
 
 
-@pytest.mark.parametrize("way", TRANSFER_PATHS)
+@pytest.mark.parametrize("way", HANDOVER_PATHS)
 async def test_beam_search_equals_plain_vllm(gateways, plain, way):
     """`usage` differs if the worker expands the prompt."""
     body = chat(picture(83), ASK, use_beam_search=True, n=3, max_tokens=5)
@@ -41,7 +41,7 @@ async def test_beam_search_equals_plain_vllm(gateways, plain, way):
     assert beams[0] == beams[1]
 
 
-@pytest.mark.parametrize("way", TRANSFER_PATHS)
+@pytest.mark.parametrize("way", HANDOVER_PATHS)
 async def test_streamed_and_repeated_outputs_equal_the_first(gateways, plain, way):
     answers = [
         await gateways[way].succeed({**BODIES["one image"], "stream": stream}) for stream in (False, True, False)
@@ -50,7 +50,7 @@ async def test_streamed_and_repeated_outputs_equal_the_first(gateways, plain, wa
     assert [answer.ids for answer in answers] == [right.ids] * 3
 
 
-@pytest.mark.parametrize("way", [way for way in TRANSFER_PATHS if way != "apart"])
+@pytest.mark.parametrize("way", [way for way in HANDOVER_PATHS if way != "apart"])
 @pytest.mark.parametrize("options", [{"patch_size": 1}, {"merge_size": 4}, {"merge_size": 0}], ids=str)
 async def test_options_that_would_crash_an_engine_are_client_errors_on_every_path(
     gateways, worker_addresses, serve, way, options
@@ -127,7 +127,7 @@ async def test_store_of_the_workers_host_copies_media_once(gateways, way):
     assert (await client.metrics()).value("medialane_transfer_fallbacks_total") == 0
 
 
-@pytest.mark.parametrize("way", TRANSFER_PATHS)
+@pytest.mark.parametrize("way", HANDOVER_PATHS)
 async def test_invalid_image_error_names_its_field(gateways, way):
     answer = await gateways[way].post(chat(ASK, image(data_url(photo(80)[:5000]))))
     assert (answer.status, answer.error["code"]) == (400, "invalid_image")
@@ -144,7 +144,7 @@ async def test_second_gateway_finds_what_the_first_has_prepared(gateways):
     assert (await second.metrics()).value("medialane_preparer_jobs_total") == jobs
 
 
-@pytest.mark.parametrize("way", TRANSFER_PATHS)
+@pytest.mark.parametrize("way", HANDOVER_PATHS)
 async def test_idle_server_holds_no_leases(gateways, way):
     async def is_idle() -> bool:
         page = await gateways[way].metrics()

@@ -63,7 +63,7 @@ class Served:
         return await self.ask("/v1/chat/completions", json=body)
 
     def gateways(self, title):
-        """Its processes, and where they listen for the router."""
+        """Its processes, and where they listen for the name router."""
         found = {pid: command_of(pid).split() for pid in descendants(self.process.pid) if title in command_of(pid)}
         return {
             pid: words[words.index("--http-socket") + 1] for pid, words in found.items() if "--http-socket" in words

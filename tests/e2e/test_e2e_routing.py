@@ -9,7 +9,7 @@ from picture_server import picture_server
 
 pytestmark = pytest.mark.vllm
 
-TRANSFER_PATHS = ("features/shm", "features/inline", "url")
+HANDOVER_PATHS = ("features/shm", "features/inline", "url")
 BLOCK = 128
 _WORDS = "The photograph shows a river with a bridge and some houses in the morning light. "
 
@@ -43,7 +43,7 @@ class RoutedAnswer:
         return routing["worker"], cached
 
 
-@pytest.fixture(params=TRANSFER_PATHS)
+@pytest.fixture(params=HANDOVER_PATHS)
 def way(request):
     return request.param
 
@@ -56,7 +56,7 @@ def routed(gateways, way):
 @pytest.fixture
 def seed(way):
     """Every hand-over path has its own images and texts: they share the workers and their caches."""
-    return 1000 * (1 + TRANSFER_PATHS.index(way))
+    return 1000 * (1 + HANDOVER_PATHS.index(way))
 
 
 async def repeated(routed, *bodies) -> list[int]:

@@ -80,7 +80,7 @@ TYPES = [
     b"application/json", b"application/json; charset=utf-16", b"text/plain", b"multipart/form-data; boundary=b",
     b"application/x-www-form-urlencoded", b"multipart/form-data", b"application/octet-stream", b"image/png",
 ]  # fmt: skip
-#: Of a gateway behind the router, which alone sets it.
+#: Of a gateway behind the name router, which alone sets it.
 ROUTERS_OWN = b"x-medialane-client"
 
 
@@ -171,7 +171,7 @@ def _in_header(text: bytes) -> bytes:
 
 
 class Server:
-    """The process of `http_program`; requests to it are sent to the gateway's socket, or to the router's port."""
+    """The process of `http_program`; requests to it are sent to the gateway's socket, or to the name router's port."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._places: list[tuple[socket.AddressFamily, object]] = [

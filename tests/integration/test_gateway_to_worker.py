@@ -213,7 +213,7 @@ async def test_tenants_and_options_do_not_share_features_and_the_worker_knows_th
     assert [r.prompt.options for r in seen] == [b"{}", b"{}", b'{"scale":2}']
 
 
-async def test_scope_and_worker_leases_end_with_the_output(arena, preparers, worker):
+async def test_scope_and_worker_holds_end_with_the_output(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             await parts.answer(prompt(png(), png(seed=1)))
@@ -277,7 +277,7 @@ async def test_client_disconnect_while_waiting_aborts_at_the_worker(arena, prepa
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
-async def test_client_disconnect_at_any_await_leaves_no_lease_or_request(arena, preparers, worker, stage):
+async def test_client_disconnect_at_any_await_leaves_no_hold_or_request(arena, preparers, worker, stage):
     """Cancelled after every number of loop iterations, from new media to completion."""
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
 

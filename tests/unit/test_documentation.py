@@ -208,6 +208,7 @@ def _files(cell: str) -> set[Path]:
         prefix = folder.strip(" `") if colon else ""
         for name in re.findall(r"`([^`]+)`", re.sub(r"\]\([^)]*\)", "", names)):
             candidates = [room / prefix / f"{name}.py" for room in (SOURCES, SOURCES / "gateway")]
-            (file,) = {path for path in candidates if path.is_file()} or {f"{prefix}{name} is no file"}
-            found.add(file)
+            files = [path for path in candidates if path.is_file()]
+            assert len(files) == 1, f"{prefix}{name}"
+            found.update(files)
     return found

@@ -16,7 +16,6 @@ from medialane.arena.layout import (
     LINEAGE_BYTES,
     Lineage,
     describe,
-    is_valid,
     layout,
 )
 from medialane.arena.locks import ClientSlot, FillWriter, Reaped, kept_arenas, new_slot, reap
@@ -42,7 +41,6 @@ __all__ = [
     "Unfinished",
     "describe",
     "header_bytes",
-    "is_valid",
     "kept_arenas",
     "layout",
     "new_slot",

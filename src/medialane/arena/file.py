@@ -4,9 +4,9 @@ Creation ensures that a file with a final name has a live owner or can be recogn
 
     open(.tmp, O_EXCL)  ->  flock EX  ->  still linked?  ->  ftruncate, header  ->  rename to .arena
 
-Between open and flock a reaper may find the file without an owner. It locks and unlinks it, and we see either a locked
-or an unlinked file: then we retry with another name. Once we hold the lock of a linked file, no other process can
-obtain it.
+Between open and flock a process that removes files (`locks.reap`) may find the file without an owner. It locks and
+unlinks it, and we see either a locked or an unlinked file: then we retry with another name. Once we hold the lock of a
+linked file, no other process can obtain it.
 
 The lock belongs to the open file description, so a forked child that inherits the descriptor would keep the lock of a
 dead owner. The descriptor is close-on-exec, which covers subprocesses; a child of os.fork() must call `close`. The

@@ -22,6 +22,7 @@ by as much. Both costs are weighted sums over all requests that are delayed, in 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple, Self
@@ -40,6 +41,8 @@ _UNKNOWN_EMBEDS: Final = 1024
 #: `medialane bench encode_sim`, items wait too long for busy encoders if it is larger, and sequences are delayed while
 #: encoders are idle if it is smaller; from 0.2 to 0.3 there is little difference.
 _DELAY_WEIGHT: Final = 0.25
+#: Of `PrefixEvictions`: shared prefixes, and the many more that belong to one prompt each.
+_MAX_PREFIXES: Final = 4096
 
 
 class EncoderItem(msgspec.Struct, frozen=True):
@@ -91,12 +94,13 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 class Rates(NamedTuple):
     """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
-    byte handed over; on another host additionally per hand-over and per byte; a bonus for the session's last slot; per
-    embedding of an item that a slot has in neither cache, or per byte of embeddings in the arena. With a temperature a
-    slot is sampled with weight exp(-score / temperature)."""
+    evicted token that would have been used again, per byte handed over; on another host additionally per hand-over and
+    per byte; a bonus for the session's last slot; per embedding of an item that a slot has in neither cache, or per
+    byte of embeddings in the arena. With a temperature a slot is sampled with weight exp(-score / temperature)."""
 
     request: float = 0.0
     token: float = 0.0
+    evicted: float = 0.0
     byte: float = 0.0
     remote: float = 0.0
     remote_byte: float = 0.0
@@ -136,6 +140,7 @@ class CostModel:
         self.rates = Rates(
             request=config.request_ms * weight,
             token=config.prefill_ms_per_token * weight,
+            evicted=config.prefill_ms_per_token * weight,
             byte=config.local_ms_per_mib / _MIB,
             remote=config.remote_ms,
             remote_byte=(config.remote_ms_per_mib - config.local_ms_per_mib) / _MIB,
@@ -145,7 +150,9 @@ class CostModel:
             embedding_byte=config.load_ms_per_mib / _MIB * weight,
         )
 
-    def terms(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int) -> SlotCost:
+    def terms(
+        self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int, *, eviction_ms: float = 0.0
+    ) -> SlotCost:
         """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
         config, request = self._config, scoring_input.request
         queue, running, kv_pressure = slot.parts
@@ -177,9 +184,51 @@ class CostModel:
             kv_pressure=kv_pressure,
             handover=handover,
             contention=(prefill + encoder + load) * config.contention_weight,
+            eviction=eviction_ms,
             session=-config.session_ms if scoring_input.session_slot == slot.number else 0.0,
         )
         return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)
+
+
+class PrefixEvictions:
+    """By prefix, what requests have evicted (ms) because only some workers have it, beyond what they would have evicted
+    at others. It is added to the cost of these workers: once it is as much as the cost of computing the prefix, the
+    next request is sent elsewhere, and the prefix has one copy more. So either costs at most what the other does.
+
+    A prefix is identified by its last block. One that belongs to a single prompt grows with each turn, so it is another
+    one each time. `token_ms` is the cost of computing a token."""
+
+    def __init__(self, token_ms: float) -> None:
+        self._token_ms = token_ms
+        self._evicted_ms: OrderedDict[int, float] = OrderedDict()
+
+    def evicted_ms(self, request: RoutingRequest, num_tokens: int) -> float:
+        """Return the sum for the request's first `num_tokens`, at most the cost of computing them."""
+        block = _last_block(request, num_tokens)
+        return self._evicted_ms.get(block, 0.0) if block is not None else 0.0
+
+    def add(self, request: RoutingRequest, num_tokens: int, evicted_ms: float) -> float:
+        """Add what a request has evicted because of its first `num_tokens`; return the sum before."""
+        block = _last_block(request, num_tokens)
+        if block is None or evicted_ms <= 0:
+            return self.evicted_ms(request, num_tokens)
+        before_ms = self._evicted_ms.pop(block, 0.0)
+        self._evicted_ms[block] = min(before_ms + evicted_ms, num_tokens * self._token_ms)
+        if len(self._evicted_ms) > _MAX_PREFIXES:
+            self._evicted_ms.popitem(last=False)
+        return before_ms
+
+    def copied(self, request: RoutingRequest, num_tokens: int) -> None:
+        """Begin anew: the request's first `num_tokens` are computed by one worker more."""
+        block = _last_block(request, num_tokens)
+        if block is not None:
+            self._evicted_ms.pop(block, None)
+
+
+def _last_block(request: RoutingRequest, num_tokens: int) -> int | None:
+    """Return the id of the last full block of the first tokens, by the first block size; None if there is none."""
+    size, ids = next(iter(request.block_ids.items()))
+    return ids.item(num_tokens // size - 1) if size <= num_tokens <= len(ids) * size else None
 
 
 # Where a new item is encoded

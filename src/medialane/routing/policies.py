@@ -10,7 +10,7 @@ import numpy as np
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks, Prefixes, longest
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, Rates, ScoringInput
+from medialane.routing.cost import CostModel, PrefixEvictions, Rates, ScoringInput
 from medialane.routing.slots import BASE_COST, NONE, SEQUENCES, RoutingRequest, Scores, Slot, SlotTable, bit_rows
 
 #: Scores are sums of floats in different orders: differences up to this count as equal (ms).
@@ -49,12 +49,14 @@ class Policy:
         slots: SlotTable,
         index: BlockIndex,
         pending: PendingBlocks,
+        evictions: PrefixEvictions,
         seed: int | None,
     ) -> None:
         self._initial, self._rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
         self._slots = slots
         self._index = index
         self._pending = pending
+        self._evictions = evictions
         self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._last = -1  # the slot selected last
         self._candidates = -1
@@ -113,8 +115,15 @@ class Policy:
         if scoring_input.session_slot is not None:
             masks.append(1 << scoring_input.session_slot)
             savings.append(rates.session)
-        saved: Scores = np.dot(savings, bit_rows(masks, self._slots.table.shape[1]))
-        scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - saved
+        rows = bit_rows(masks, self._slots.table.shape[1])
+        scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - np.dot(savings, rows)
+        if rates.evicted:
+            if cached:
+                scores += rows[1] * self._evictions.evicted_ms(request, cached[0][0])
+            new_ms: float | Scores = request.num_tokens * rates.evicted
+            for (tokens, _), row in zip(cached, rows[1:], strict=False):
+                new_ms = new_ms - row * (tokens * rates.evicted)
+            scores += self._slots.reuse * new_ms
         return scores
 
     def _excluded_except(self, candidates: int) -> Scores:

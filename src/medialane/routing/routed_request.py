@@ -1,6 +1,6 @@
 """A request from the router's choice until its release: what it occupies at its slot is a queue position until its
-first token, and one in flight until its end; of another gateway's request, the queue position. With its first token it
-is compared how much of its prompt was predicted to be cached (`PredictionMonitor`).
+first token, and one in flight until its end; of another gateway's request, the queue position. With its first
+token, the engine's number of cached tokens is compared with the prediction (`PredictionMonitor`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cachetools import TTLCache
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks, PendingPrefix
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, ScoringInput, SlotCost
+from medialane.routing.cost import CostModel, PrefixEvictions, ScoringInput, SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Choice
 from medialane.routing.slots import RoutingRequest, Slot, SlotTable, WorkerRank
@@ -48,6 +48,7 @@ class RouterState:
     slots: SlotTable
     index: BlockIndex
     pending: PendingBlocks
+    evictions: PrefixEvictions
     caches: EncoderCaches
     predictions: PredictionMonitor
     sessions: TTLCache[str, WorkerRank]
@@ -61,6 +62,17 @@ class RouterState:
         pinned = self.caches.pin(slot.number, work.items)
         self.slots.queue(slot, work.work_ms, announced=True)
         return AnnouncedRequest(self, slot, work.work_ms, prefix, pinned)
+
+    def evict(self, scoring_input: ScoringInput, choice: Choice) -> float:
+        """Return the cost of what a chosen slot evicts for a request (ms), and note how much of it is because of the
+        prefix that it has."""
+        request, longest = scoring_input.request, choice.longest
+        reuse = self.slots.reuse.item(choice.slot)
+        new_ms = (request.num_tokens - choice.tokens) * self.costs.rates.evicted
+        if choice.tokens < longest:
+            self.evictions.copied(request, longest)
+            return new_ms * reuse
+        return new_ms * reuse + self.evictions.add(request, longest, new_ms * (reuse - self.slots.least_reuse))
 
     def end_pending(self, prefix: PendingPrefix, *, is_computed: bool) -> None:
         """End the pending prefix of a request. If it is computed, and the slot has not reported its last block yet, the
@@ -193,11 +205,14 @@ class RoutedRequest:
     def _begin(self, scoring_input: ScoringInput, choice: Choice) -> None:
         """Explain the choice, and count the request at its slot unless that has left."""
         state, slot, request = self._state, self._slot, scoring_input.request
-        terms = state.costs.terms(scoring_input, slot, choice.tokens)
+        eviction_ms = state.evict(scoring_input, choice)
+        terms = state.costs.terms(scoring_input, slot, choice.tokens, eviction_ms=eviction_ms)
         self._decision = _explain(scoring_input, choice, slot, terms, policy=state.policy)
         if request.session_id is not None:
             state.sessions[request.session_id] = slot.place
         if state.slots.is_current(slot):
+            cached_elsewhere = choice.alternatives[0][2] if choice.alternatives else 0
+            state.slots.place(slot, request.num_tokens - choice.tokens, request.num_tokens - cached_elsewhere)
             self._occupied = self._occupy(request, terms, is_reported=choice.is_reported)
 
     def _occupy(self, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> _Occupied:
@@ -248,7 +263,7 @@ def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> 
     if policy != "cost":
         return policy
     if choice.tokens < choice.longest:
-        return "longer prefix elsewhere, but higher load"
+        return "longer prefix elsewhere, but higher load or more evictions"
     if choice.tokens:
         return "longest cached prefix"
     if choice.slot == scoring_input.session_slot:

@@ -18,7 +18,7 @@ from cachetools import TTLCache
 
 from medialane.routing.block_index import BlockIndex, PendingBlocks
 from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, ScoringInput, encoder_items
+from medialane.routing.cost import CostModel, PrefixEvictions, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.policies import Policy
 from medialane.routing.routed_request import (
@@ -51,20 +51,27 @@ class Router:
     ) -> None:
         config = config or RoutingConfig()
         self.config = config
-        self.index, self._slots = BlockIndex(), SlotTable(config)
+        self.index, self._slots, costs = BlockIndex(), SlotTable(config), CostModel(config)
         self._state = state = RouterState(
             config.router,
-            CostModel(config),
+            costs,
             self._slots,
             self.index,
             PendingBlocks(ttl_s=config.pending_ttl_s, clock=clock),
+            PrefixEvictions(costs.rates.token),
             EncoderCaches(),
             PredictionMonitor(self.index.holds, clock=clock),
             TTLCache(config.max_sessions, config.session_ttl_s, clock),
             Permits(clock=clock),
         )
         self._policy = Policy(
-            config.router, costs=state.costs, slots=state.slots, index=state.index, pending=state.pending, seed=seed
+            config.router,
+            costs=costs,
+            slots=state.slots,
+            index=state.index,
+            pending=state.pending,
+            evictions=state.evictions,
+            seed=seed,
         )
 
     @property
@@ -139,7 +146,6 @@ class Router:
         """Update the worker's load, as reported by it."""
         changed = self._slots[slot]
         changed.load = load
-        changed.unreported_ms = 0.0
         self._slots.update(changed)
 
     def change(self, slot: int, change: KvChange) -> None:

@@ -6,6 +6,7 @@ among a thousand slots is a few operations on arrays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,8 +26,9 @@ WorkerRank = tuple[str, int]
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
 
-#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
-BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
+#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies, the new tokens that it got
+#: lately, and what is infinite for numbers without a slot.
+BASE_COST, SEQUENCES, NONE, _NEW, _ABSENT, _NUM_ROWS = range(6)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
@@ -36,6 +38,10 @@ _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
 
+#: New prompts per slot that count as lately; above this scale their tokens are scaled down again.
+_WINDOW: Final = 32
+_MAX_SCALE: Final = 1e100
+
 #: Tokens of a step, of engines that do not report how many they compute in one.
 _BATCH_TOKENS: Final = 2048
 
@@ -44,9 +50,8 @@ _BATCH_TOKENS: Final = 2048
 class Slot:
     """One rank of one worker: its reported state, and the requests sent from here that have not ended. Requests that
     another gateway has announced (`num_announced`) are among `num_in_flight` and `num_queued` until their first token.
-    `unreported_ms` is the work of requests that came since the last report of its load, `wait_s` how long the last one
-    that has begun had waited in its engine. `parts` are the terms of its base cost (ms): queue, running sequences, KV
-    pressure."""
+    `wait_s` is how long the last one that has begun had waited in its engine. `parts` are the terms of its base cost
+    (ms): queue, running sequences, KV pressure."""
 
     number: int
     place: WorkerRank
@@ -59,7 +64,6 @@ class Slot:
     num_queued: int = 0
     num_announced: int = 0
     queued_ms: float = 0.0
-    unreported_ms: float = 0.0
     wait_s: float = 0.0
     parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -115,7 +119,12 @@ class SlotTable:
         self.open = 0  # bit mask of the slots that accept requests
         self.with_room = 0  # bit mask of slots whose engines can begin another request at once
         self.remote = 0  # bit mask of the slots on another host
-        self.table: Scores = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
+        self.table: Scores = _new_columns()
+        self._scale = 1.0  # of the row of new tokens: a token now counts this much
+        #: How likely the blocks that a slot evicts for new ones would be used again: the more new tokens it got, the
+        #: sooner after their last use its blocks are evicted. 0 without any, 0.5 with as many as the others.
+        self.reuse: Scores = np.zeros(_FIRST_CAPACITY)
+        self.least_reuse = 0.0
 
     def __len__(self) -> int:
         """One more than the highest number used so far."""
@@ -150,6 +159,7 @@ class SlotTable:
             endpoint.load,
         )
         self._slots[number] = slot
+        self.table[_ABSENT, number] = 0.0
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
@@ -172,6 +182,8 @@ class SlotTable:
         self._serving.clear()
         self._find_block_sizes()
         self._close(slot)
+        self.table[_NEW, slot.number], self.table[_ABSENT, slot.number] = 0.0, np.inf
+        self.reuse[slot.number] = 0.0
 
     def mean_sequences(self) -> float:
         """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
@@ -208,7 +220,6 @@ class SlotTable:
         slot.num_announced += announced
         slot.num_queued += 1
         slot.queued_ms += work_ms
-        slot.unreported_ms += work_ms
         self._request_ms += _NEWEST * (work_ms - self._request_ms)
         self.update(slot)
 
@@ -237,11 +248,30 @@ class SlotTable:
         table[SEQUENCES, number] = slot.num_sequences
         table[BASE_COST, number] = queue + running + kv_pressure
 
+    def place(self, slot: Slot, num_new: int, num_elsewhere: int) -> None:
+        """Count the new tokens of a prompt that is sent to the slot, relative to the size of its cache. They count less
+        if there were more at the next best slot, `num_elsewhere`, so there was no choice: all later turns of a chat
+        count less than its first, or new chats would make up for old ones that go on, and be alone with each other.
+        Earlier tokens count less, by a factor e after `_WINDOW` new prompts for each slot."""
+        size = slot.card.num_kv_blocks * slot.card.block_size if slot.card is not None else 0
+        if not size or not num_new:
+            return
+        weight = min(1.0, num_new / max(1, num_elsewhere)) ** 2
+        self._scale *= math.exp(weight / (_WINDOW * len(self._by_place)))
+        self.table[_NEW, slot.number] += weight * num_new / size * self._scale
+        if self._scale > _MAX_SCALE:
+            self.table[_NEW] /= self._scale
+            self._scale = 1.0
+        new = self.table[_NEW]
+        self.reuse = new / (new + float(new.sum()) / len(self._by_place))
+        self.least_reuse = float((self.reuse + self.table[_ABSENT]).min())
+
     def has_room(self, slot: Slot) -> bool:
-        """Return whether nothing waits in the slot's engine, as it was last reported, and what was sent there since is
-        less than a step: so the engine has work until the next report."""
+        """Return whether nothing waits in the slot's engine, as it was last reported, and what is to be prefilled there
+        is one request, or less than its next two steps: so it always has work, and the rest can still be reordered."""
         batch_ms = slot.num_batch_tokens * self._config.prefill_ms_per_token
-        return not slot.num_above and not slot.load.num_waiting and slot.unreported_ms < batch_ms
+        is_short = slot.num_queued <= 1 or slot.queued_ms < 2 * batch_ms
+        return is_short and not slot.num_above and not slot.load.num_waiting
 
     def queue_ms(self, slot: Slot) -> float:
         """Return the expected time to work off the queue: our and announced requests by their own work, others by the
@@ -268,7 +298,9 @@ class SlotTable:
                 return number
         self._slots.append(None)
         if len(self._slots) > self.table.shape[1]:
-            self.table = np.concatenate([self.table, np.zeros_like(self.table)], axis=1)
+            columns = [_new_columns() for _ in range(self.table.shape[1] // _FIRST_CAPACITY)]
+            self.table = np.concatenate([self.table, *columns], axis=1)
+            self.reuse = np.concatenate([self.reuse, np.zeros_like(self.reuse)])
         return len(self._slots) - 1
 
     def waits_s(self) -> dict[str, float]:
@@ -293,6 +325,12 @@ def bit_rows(masks: Sequence[int], num_slots: int) -> Scores:
     multiple of 8."""
     packed = b"".join([mask.to_bytes(num_slots // 8, "little") for mask in masks])
     return _BITS.take(np.frombuffer(packed, np.uint8), axis=0).reshape(len(masks), num_slots)
+
+
+def _new_columns() -> Scores:
+    columns = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
+    columns[_ABSENT] = np.inf
+    return columns
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):

@@ -310,7 +310,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Estimated cost of a routing choice, in milliseconds. The first seven add up to the time to first token.
     `load` is the copying of embeddings that are in the arena of the gateway's host, instead of `encoder`. `contention`
-    is the delay that its work causes for later requests; `session` is a bonus, so at most zero."""
+    is the delay that its work causes for later requests, `eviction` the cost of computing again what is evicted for its
+    blocks; `session` is a bonus, so at most zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0
@@ -320,6 +321,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_pressure: float = 0.0
     handover: float = 0.0
     contention: float = 0.0
+    eviction: float = 0.0
     session: float = 0.0
 
     @property
@@ -330,7 +332,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def total(self) -> float:
         """The cost by which choices are compared."""
-        return self.expected_ms + self.contention + self.session
+        return self.expected_ms + self.contention + self.eviction + self.session
 
 
 class Alternative(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""How the packages' configurations define their settings; names of hosts, and sizes in messages.
+"""How the rooms define their settings, and what settings have in common: names of hosts, and sizes in messages.
 
 A setting is a field of a `msgspec.Struct`. Its `name` is the user-visible one: the flag is `--` and the name, the
 environment variable MEDIALANE_ and the name in capitals, the key in the TOML file the name itself. The docstring below

@@ -262,7 +262,7 @@ class RpcServer:
         """
         if self._listener is not None or self._stopped:
             raise StartupFailed("an RpcServer serves once")
-        self._listener = await Listener.listen(address, self._open_connection, self._authentication())
+        self._listener = await Listener.listen(address, lambda: Session(self).connection, self._authentication())
         return self._listener.address
 
     async def join(self, address: str, join: Join, *, on_hello: Callable[[Hello], None] = lambda _: None) -> None:
@@ -316,10 +316,6 @@ class RpcServer:
 
     def _authentication(self) -> Authentication:
         return Authentication(Security.load(self.config), "rpc", Role.WORKER, Role.GATEWAY)
-
-    def _open_connection(self) -> Connection:
-        """Return the protocol for an accepted connection."""
-        return Session(self).connection
 
     def drop_connections(self, error: WorkerLost) -> None:
         """End the session of every gateway, which connects again unless this server is closed."""

@@ -92,7 +92,7 @@ def test_leased_feature_survives_a_full_arena(arena, reader):
     held.release()
 
 
-def test_arena_full_of_leases_rejects_until_they_end(arena):
+def test_arena_full_of_pins_rejects_until_they_end(arena):
     pins = [write(arena, f"{i}", i, 5 * MIB) for i in range(3)]
     with pytest.raises(ArenaFull) as caught:
         arena.reserve(5 * MIB)

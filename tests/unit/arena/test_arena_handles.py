@@ -80,7 +80,7 @@ def test_second_release_is_an_error_and_frees_nothing(arena, reservation):
     other.release()
 
 
-def test_duplicate_lease_pins_the_entry_independently(arena, reservation):
+def test_duplicate_pin_pins_the_entry_independently(arena, reservation):
     first = pinned(arena, reservation)
     second = first.duplicate()
     assert (second.value, second.range) == (first.value, first.range)
@@ -92,14 +92,14 @@ def test_duplicate_lease_pins_the_entry_independently(arena, reservation):
         second.duplicate()
 
 
-def test_lease_ends_with_its_with_block_even_on_error(arena, reservation):
+def test_pin_ends_with_its_with_block_even_on_error(arena, reservation):
     pin = pinned(arena, reservation)
     with pytest.raises(KeyError), pin:
         raise KeyError
     assert "released" in repr(pin)
 
 
-def test_dropped_lease_warns_and_keeps_its_pin(arena, reservation):
+def test_dropped_pin_warns_and_still_counts(arena, reservation):
     pin = pinned(arena, reservation)
     with pytest.warns(ResourceWarning, match="dropped unreleased"):
         del pin
@@ -112,7 +112,7 @@ def test_dropped_reservation_warns_and_keeps_its_range(arena):
     assert arena.stats().num_reservations == 1
 
 
-def test_ended_lease_is_dropped_without_warning(arena, reservation):
+def test_ended_pin_is_dropped_without_warning(arena, reservation):
     pin = pinned(arena, reservation)
     pin.release()
     with warnings.catch_warnings():

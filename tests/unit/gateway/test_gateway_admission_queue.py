@@ -3,6 +3,7 @@
 import asyncio
 import time
 import tracemalloc
+from collections import Counter
 
 import pytest
 
@@ -359,15 +360,21 @@ def test_gateways_with_waiting_requests_take_turns(tmp_path):
     for each in counts:
         each.assign(["x"])
 
-    def turns():
-        return [[each.is_turn("x", at, turn_s=1.0) for each in counts].index(True) for at in (0.5, 1.5, 2.5, 3.5)]
+    def turns(every_s):
+        """Whose turn it is at times that are `every_s` apart, by gateway."""
+        times = [0.5 + every_s * number for number in range(600)]
+        return Counter([each.is_turn("x", at, turn_s=1.0) for each in counts].index(True) for at in times)
 
     assert all(each.is_turn("x", at, turn_s=1.0) for each in counts for at in (0.5, 1.5)), "none waits"
     for each in counts:
         each.set_own("x", 2)
-    assert turns() == [0, 1, 2, 0]
+    for every_s in (1.0, 3.0, 6.0):  # a worker that reports in step with the turns
+        assert all(150 < turns(every_s)[index] < 250 for index in range(3)), every_s
+    for at in (0.5, 1.5, 2.5):
+        assert [each.is_turn("x", at, turn_s=1.0) for each in counts].count(True) == 1
     counts[1].set_own("x", 0)
-    assert [counts[2].is_turn("x", at, turn_s=1.0) for at in (0.5, 1.5, 2.5)] == [False, True, False]
+    taken = [counts[2].is_turn("x", at + 0.5, turn_s=1.0) for at in range(600)]
+    assert 250 < sum(taken) < 350
 
 
 async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_they_are_sent(clock):

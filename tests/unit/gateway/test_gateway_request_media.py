@@ -76,7 +76,7 @@ async def test_items_are_found_once_per_stage(source, stage, mm_hash, media_type
     assert source.arena.stats().num_leases == 0
 
 
-async def test_stages_are_found_separately_and_leases_end_with_the_scope(source):
+async def test_stages_are_found_separately_and_holds_end_with_the_scope(source):
     with open_scope() as scope:
         media = request_media(PROMPT, source, scope)
         for stage in STAGES:

@@ -5,7 +5,7 @@ What is tested by itself of the room's inside is imported here alone.
 
 from medialane.routing import BlockIndex, RoutingConfig
 from medialane.routing.block_index import PendingBlocks, longest
-from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
+from medialane.routing.cost import CostModel, EncoderItem, PrefixEvictions, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCacheModel, EncoderCaches
 from medialane.routing.policies import Choice, Policy
 from medialane.routing.routed_request import Prediction, PredictionMonitor, RouterState
@@ -39,12 +39,14 @@ class RouterParts:
         self.caches = EncoderCaches()
         self.predictions = PredictionMonitor(self.index.holds, clock=clock)
         self.costs = CostModel(self.config)
+        self.evictions = PrefixEvictions(self.costs.rates.token)
         self.state = RouterState(
             self.config.router,
             self.costs,
             self.slots,
             self.index,
             self.pending,
+            self.evictions,
             self.caches,
             self.predictions,
             {},
@@ -52,7 +54,15 @@ class RouterParts:
         )
 
     def policy(self, name, *, seed=None):
-        return Policy(name, costs=self.costs, slots=self.slots, index=self.index, pending=self.pending, seed=seed)
+        return Policy(
+            name,
+            costs=self.costs,
+            slots=self.slots,
+            index=self.index,
+            pending=self.pending,
+            evictions=self.evictions,
+            seed=seed,
+        )
 
 
 def scoring_input(request, holders_of=None, *, candidates, session_slot=None):

@@ -129,15 +129,17 @@ def test_wait_of_a_worker_is_what_the_last_request_has_waited_while_others_wait(
     assert slots.waits_s() == {"a": 2.0, "b": 0.0}
 
 
-def test_engine_has_room_while_nothing_waits_there_and_less_than_a_step_was_sent_since():
+def test_engine_has_room_while_nothing_waits_there_and_less_than_two_steps_are_to_be_prefilled():
     slots = table(prefill_ms_per_token=1.0)
     slot = slots.join(endpoint(card=card(max_num_seqs=4, max_num_batched_tokens=100)))
     assert slots.with_room == 1
+    slots.queue(slot, 150.0)
+    assert slots.with_room == 1
     slots.queue(slot, 60.0)
-    assert slots.with_room == 1, "the step has room for more"
-    slots.queue(slot, 60.0)
-    assert slots.with_room == 0
-    slot.load, slot.unreported_ms = WorkerLoad(num_running=1, num_waiting=1), 0.0
+    assert slots.with_room == 0, "this step and the next are full"
+    slots.unqueue(slot, 150.0)
+    assert slots.with_room == 1
+    slot.load = WorkerLoad(num_running=1, num_waiting=1)
     slots.update(slot)
     assert slots.with_room == 0, "one waits there"
     slot.load = WorkerLoad(num_running=2)
@@ -148,6 +150,15 @@ def test_engine_has_room_while_nothing_waits_there_and_less_than_a_step_was_sent
     assert slots.with_room == 0, "as many run as may"
     slot.load, slot.draining = WorkerLoad(), True
     slots.update(slot)
+    assert slots.with_room == 0
+
+
+def test_engine_with_one_long_prompt_has_room_for_the_next():
+    slots = table(prefill_ms_per_token=1.0)
+    slot = slots.join(endpoint(card=card(max_num_batched_tokens=100)))
+    slots.queue(slot, 900.0)
+    assert slots.with_room == 1, "else it would have nothing to do until the next one comes"
+    slots.queue(slot, 10.0)
     assert slots.with_room == 0
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
+from zlib import crc32
 
 import msgspec
 
@@ -330,10 +331,11 @@ class SharedCounts:
 
     def is_turn(self, name: str, now: float, *, turn_s: float) -> bool:
         """Return whether it is the turn of this gateway, by a clock that all have in common: this one, and each other
-        that has a count, have turns of `turn_s`."""
+        that has a count, have turns of `turn_s`. Their order is that of a hash: one after the other would be in step
+        with workers that report in intervals, so that a worker's reports would always come in the same one's turn."""
         row = self._rows[name]
         others = [at for at in range(1, self._width) if at == self._index or self._values[row + at]]
-        return others[int(now / turn_s) % len(others)] == self._index
+        return others[crc32(int(now / turn_s).to_bytes(8)) % len(others)] == self._index
 
 
 def _mapped(path: str, size: int) -> mmap.mmap:

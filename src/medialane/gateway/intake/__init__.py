@@ -31,8 +31,6 @@ from medialane.gateway.intake.bodies import (
     BodyMemory,
     BoundedReceive,
     BudgetCharge,
-    Message,
-    Receive,
     replay,
 )
 from medialane.gateway.intake.extraction import (
@@ -55,8 +53,6 @@ __all__ = [
     "BudgetCharge",
     "Buffer",
     "ExtractedMedia",
-    "Message",
-    "Receive",
     "check_salt",
     "extract",
     "extract_files",

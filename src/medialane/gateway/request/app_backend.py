@@ -1,4 +1,5 @@
-"""What vLLM's app calls for a request: its media are prepared, then it is run (`run`)."""
+"""What vLLM's app calls: for a request, whose media are prepared before it is run (`run`), and for administration
+(`administer`), whose calls go to all workers."""
 
 from __future__ import annotations
 
@@ -439,7 +440,7 @@ async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) 
 
 def _called_links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
     """Return all workers; for adapters, the connected ones: others have none, and load one with the first request that
-    names it."""
+    names it. Of encoders, the connected ones: a lost one has no state to be changed."""
     links = workers.of_role("worker")
     if isinstance(call, AddLora | UnloadLora):
         links = [link for link in links if link.client is not None]

@@ -1,7 +1,7 @@
 """The workers and encoders of this gateway, one link each (`WorkerPool`); the socket on which they join (`JoinServer`),
 and the gateway's health, as far as they decide it (`health_of`).
 
-The link of a worker that has joined exists from its first Join until some time after its loss: so long it is reported
+The link of a worker that has joined exists from its first Join until some time after its loss, in which it is reported
 as lost. If such a worker reconnects, it replaces a connection whose loss this side has not noticed yet.
 """
 
@@ -36,7 +36,7 @@ from medialane.types.errors import (
 from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection, check_version
+from medialane.wire.connection import check_version
 from medialane.wire.listener import END_TIMEOUT_S, Listener, PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Join
 from medialane.wire.security import Authentication, Security
@@ -283,7 +283,9 @@ class JoinServer:
     async def serve(self, address: str) -> str:
         """Start listening; return the address to connect to. Raises StartupFailed if it cannot."""
         authentication = Authentication(Security.load(self._config), "rpc", Role.GATEWAY, Role.WORKER)
-        self._listener = await Listener.listen(address, self._open_connection, authentication)
+        self._listener = await Listener.listen(
+            address, lambda: RpcClient(self._config, on_open=self._admit).connection, authentication
+        )
         return self._listener.address
 
     async def close(self) -> None:
@@ -295,9 +297,6 @@ class JoinServer:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=END_TIMEOUT_S)
-
-    def _open_connection(self) -> Connection:
-        return RpcClient(self._config, on_open=self._admit).connection
 
     def _admit(self, client: RpcClient) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(client), name="joining worker")

@@ -1,4 +1,4 @@
-"""Stages in which the worker processes media, with vLLM's own renderer.
+"""Prompts that arrive unexpanded: this worker processes their media and expands them, with vLLM's own renderer.
 
 In stage `decoded` an item arrives as pixels, frames or samples, which are passed to the renderer in the form of vLLM's
 own loaders; in stage `url` it arrives as encoded bytes, which those loaders decode here. Embeddings also arrive in
@@ -79,7 +79,7 @@ _GRID_NUMBERS = 3
 
 
 class UnexpandedRenderer:
-    """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
+    """Converts unexpanded prompts to vLLM's engine inputs. The owner calls `close`."""
 
     def __init__(self, renderer: BaseRenderer, model_config: ModelConfig, profile: ModelProfile | None = None) -> None:
         """`profile` is None if the model does not support media."""
