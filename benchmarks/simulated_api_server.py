@@ -97,6 +97,9 @@ class InProcessEngine:
     async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
         return _text_only()
 
+    def has_next(self) -> bool:
+        return False
+
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         return [await self._engine.administer(call)]
 

@@ -26,7 +26,7 @@ def engine_config(model: object, *flags: str) -> VllmConfig:
     return engine_args(str(model), list(flags)).create_engine_config()
 
 
-def source_renderer(
+def unexpanded_renderer(
     renderer: BaseRenderer | None, profile: ModelProfile | None = None, *, config: ModelConfig | None = None
 ) -> UnexpandedRenderer:
     """What renders prompts in stages `decoded` and `url` in a worker, with the configuration of `renderer` if none is

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import nullcontext
+from itertools import repeat
 
 import msgspec
 import numpy as np
@@ -117,6 +118,9 @@ class FakeGeneration:
         finally:
             self.num_ended += 1
 
+    def has_next(self):
+        return next(self.arrivals)
+
     async def administer(self, call):
         self.calls.append(call)
         self._fail_at("administer")
@@ -135,7 +139,8 @@ class FakeGeneration:
 
 class FakeBackend(FakePromptMedia, FakeReferences, FakeGeneration):
     """With `placed`, workers expand the prompts, and place their items there. `error_at` is where `error` is raised:
-    prepare, generate (before the first token) or stream (after it)."""
+    prepare, generate (before the first token) or stream (after it). `arrivals` say whether an output
+    has arrived, each time that the app asks."""
 
     def __init__(self, image_token: int) -> None:
         self.image_token = image_token
@@ -146,6 +151,7 @@ class FakeBackend(FakePromptMedia, FakeReferences, FakeGeneration):
         self.error = None
         self.error_at = ""
         self.token_s = 0.0
+        self.arrivals = repeat(False)
         self.tokens = [11, 12, 13]
         self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
         self.samples, self.decoded = np.zeros(16000, np.float32), []

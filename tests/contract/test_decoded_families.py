@@ -12,7 +12,7 @@ from medialane.types.media import AudioSamples
 from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.vllm_bridge.items import decoder_input, engine_media
 from medialane.vllm_bridge.learned import ModelProfile
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first test of a family creates its checkpoint
@@ -40,7 +40,7 @@ async def test_workers_result_is_that_of_vllms_renderer(family_renderer, name, m
     items = tuple(MediaPayload(modality, h, b"", (), m.size) for h, m in zip(hashes, media, strict=True))
     encoder = [] if family.has_encoder_prompt else None
     prompt = UnexpandedPrompt(token_ids, items, stage="decoded", encoder_token_ids=encoder)
-    source = source_renderer(renderer, ModelProfile(renderer.get_mm_processor()))
+    source = unexpanded_renderer(renderer, ModelProfile(renderer.get_mm_processor()))
     found = await source.render(EngineRequest("r", prompt, b""), prompt, [[_bytes(item)] for item in media])
     source.close()
 

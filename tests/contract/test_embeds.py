@@ -17,7 +17,7 @@ from medialane.types.request import UnexpandedPrompt
 from medialane.types.tensor import EMBEDS_TYPE, UNNAMED, InlineTensor, TensorSpec, decode_embeds
 from medialane.vllm_bridge.engine.unexpanded_prompt import AcceptedEmbeds, EmbedsReader
 from medialane.vllm_bridge.learned import ModelProfile
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 from vllm_configs import renderer_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -46,7 +46,7 @@ async def embeds_renderer(tiny_model):
 
 @pytest.fixture
 def source(embeds_renderer):
-    source = source_renderer(embeds_renderer, ModelProfile(embeds_renderer.get_mm_processor()))
+    source = unexpanded_renderer(embeds_renderer, ModelProfile(embeds_renderer.get_mm_processor()))
     source.accept_embeds(ACCEPTED)
     yield source
     source.close()

@@ -37,7 +37,7 @@ from medialane.types.feature import Feature, MediaPayload
 from medialane.types.hashing import canonical_options
 from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.vllm_bridge.items import MALFORMED_FEATURE, decode_item
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 from vllm_configs import vllm_args
 
 pytestmark = [
@@ -280,7 +280,7 @@ def halves(family_renderer):
 
 async def render(one, modality, options, *, stage="decoded", renderer=None):
     """Have a worker process an item with these options."""
-    source = source_renderer(renderer or one.renderer, one.profile, config=one.renderer.model_config)
+    source = unexpanded_renderer(renderer or one.renderer, one.profile, config=one.renderer.model_config)
     media = FIRST[modality]
     item = MediaPayload(modality, "h", b"", (), media.size)
     prompt = UnexpandedPrompt(one.token_ids((modality,)), (item,), canonical_options(options), stage)

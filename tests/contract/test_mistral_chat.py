@@ -25,7 +25,7 @@ from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.vllm_bridge.frontend import renderer_hook
 from medialane.vllm_bridge.items import VllmProcessor, expand_marks, tokenize_without_media
 from medialane.vllm_bridge.learned import VllmAssembler
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint and renderer
@@ -165,7 +165,7 @@ async def test_worker_expands_the_same_prompt_in_stage_decoded(chats_of, family,
     found = chats_of(family)
     turns = [("user", [media[0], "and ", media[1]])]
     token_ids, _ = found.tokenized(turns)
-    source = source_renderer(found.renderer)
+    source = unexpanded_renderer(found.renderer)
     prompt = UnexpandedPrompt(token_ids, tuple(_payload(item, n) for n, item in enumerate(media)), stage="decoded")
     request = EngineRequest("1", prompt, b"")
     try:

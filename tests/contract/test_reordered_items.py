@@ -8,7 +8,7 @@ from vllm.model_executor.models.jina_vl import JinaVLMultiModalProcessor
 from medialane.types.feature import MediaPayload
 from medialane.types.media import Image
 from medialane.types.request import EngineRequest, UnexpandedPrompt
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 
 IMAGES = [Image(np.full((side, 56, 3), side, np.uint8)) for side in (56, 112)]
 
@@ -27,7 +27,7 @@ async def test_item_keeps_its_hash(reversing, options):
     media = tuple(
         MediaPayload("image", name * 64, b"", (), image.size) for name, image in zip("ab", IMAGES, strict=True)
     )
-    source = source_renderer(reversing)
+    source = unexpanded_renderer(reversing)
     prompt = UnexpandedPrompt(token_ids, media, stage="decoded", options=options)
     tensors = [[memoryview(image.pixels.tobytes())] for image in IMAGES]
     found = await source.render(EngineRequest("r", prompt, b""), prompt, tensors)

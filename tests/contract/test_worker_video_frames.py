@@ -10,7 +10,7 @@ from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaSize
 from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.vllm_bridge.seams import multimodal
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 from video_clips import clip
 
 MOST = 16
@@ -30,7 +30,7 @@ def load(monkeypatch):
     monkeypatch.setattr(multimodal.opencv, "decode_opencv", multimodal.vllm_decode)
     multimodal.limit_sampled_frames(MOST)
     renderer = Renderer()
-    source = source_renderer(renderer, config=SimpleNamespace(multimodal_config=None))
+    source = unexpanded_renderer(renderer, config=SimpleNamespace(multimodal_config=None))
 
     async def decode(total, backend, **options):
         monkeypatch.setattr("medialane.vllm_bridge.engine.unexpanded_prompt.video_backend", lambda _config: backend)

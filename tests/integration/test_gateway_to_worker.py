@@ -249,6 +249,18 @@ async def test_unclosed_output_is_aborted_by_its_scope(arena, preparers, worker)
             await anext(deltas)
 
 
+async def test_gateway_knows_whether_the_next_output_has_arrived(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            assert not parts.gateway.has_next()
+            deltas = parts.gateway.generate(request("r", [1, 2, 3], max_tokens=3, token_s=0.01), None)
+            async with aclosing(deltas):
+                await anext(deltas)
+                await eventually(parts.gateway.has_next)
+                assert [len(delta.completions[0].token_ids) async for delta in deltas] == [1, 1]
+            assert not parts.gateway.has_next()
+
+
 async def test_client_disconnect_while_waiting_aborts_at_the_worker(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
 

@@ -1,5 +1,5 @@
-"""The cost of a request at a worker: expected milliseconds until its first token; and that of encoding a new item at an
-encoder or at the worker.
+"""The cost of a request at a worker: expected milliseconds until its first token; what requests evict
+(`PrefixEvictions`); and the cost of encoding a new item at an encoder or at the worker.
 
 Some parts depend on the worker alone (its queue, its sequences, its KV cache): `SlotTable` keeps their sum. The others
 are the cost of the request at a worker that has none of it cached, minus the savings by each worker's caches:

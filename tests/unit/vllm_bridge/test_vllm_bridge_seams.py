@@ -5,6 +5,7 @@ import json
 import sys
 import tomllib
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,14 @@ def test_start_error_lists_every_broken_seam_and_both_versions(monkeypatch, tmp_
     assert all(word in message for word in ("0.99.0", TESTED_VLLM, "no_such_module:a", "no_such_module:b"))
     assert "upgrading-vllm.md" in message
     assert "\n" not in message  # the supervisor shows the line of a part that begins with our prefix
+
+
+def test_start_without_an_optional_seam_logs_what_fails(caplog):
+    (group,) = table(Seam("no_such_module:a", "read"))
+    caplog.set_level("WARNING", "medialane")
+    probe.check("worker", (replace(group, is_optional=True, without="all is slower"),))
+    assert "no_such_module:a is missing" in caplog.text
+    assert "all is slower" in caplog.text
 
 
 @pytest.mark.usefixtures("library")

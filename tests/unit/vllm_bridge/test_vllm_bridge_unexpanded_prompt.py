@@ -23,7 +23,7 @@ from medialane.types.feature import MediaPayload
 from medialane.types.media import STAGES, MediaSize
 from medialane.types.request import EngineRequest, UnexpandedPrompt
 from medialane.vllm_bridge.engine_errors import mapped_errors
-from model_parts import source_renderer
+from model_parts import unexpanded_renderer
 
 ITEM = MediaPayload("audio", "h", b"", (), MediaSize(), param="here", media_type="audio/wav")
 
@@ -33,7 +33,7 @@ exec("def bug_of_ours(_): raise TypeError('a bug')", _OURS)
 
 @pytest.fixture
 def source():
-    source = source_renderer(None, config=SimpleNamespace(multimodal_config=None))
+    source = unexpanded_renderer(None, config=SimpleNamespace(multimodal_config=None))
     yield source
     source.close()
 
@@ -129,7 +129,7 @@ class FailingRenderer:
     ids=repr,
 )
 async def test_cause_of_a_failed_processor_decides_whose_fault_it_is(error, expected):
-    source = source_renderer(FailingRenderer(error), config=SimpleNamespace(multimodal_config=None))
+    source = unexpanded_renderer(FailingRenderer(error), config=SimpleNamespace(multimodal_config=None))
     prompt = UnexpandedPrompt([1], (), stage="decoded")
     request = EngineRequest("r", prompt, sampling_params=msgspec.msgpack.encode({}))
     with pytest.raises(expected), mapped_errors():

@@ -47,6 +47,13 @@ async def test_deltas_that_arrived_together_are_delivered_one_by_one(recorded):
     assert [each.completions[0].token_ids for each in deltas] == [[token] for token in range(24)]
 
 
+async def test_a_reader_can_ask_whether_it_has_to_wait(recorded):
+    recorded.remote.on_output(delta(1), 10)
+    assert recorded.remote.has_next
+    await anext(recorded.remote)
+    assert not recorded.remote.has_next
+
+
 async def test_deltas_far_ahead_of_their_reader_are_merged(recorded):
     for token in range(99):
         recorded.remote.on_output(delta(token), 1)

@@ -134,6 +134,11 @@ class AppBackend:
         )
         self.generate = self._runner.generate
 
+    def has_next(self) -> bool:
+        """Return whether an output of the request that the current one has sent last has arrived."""
+        remote = current_scope().remote
+        return remote is not None and remote.has_next
+
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
         current_scope().fail(error)

@@ -225,7 +225,7 @@ def _num_bytes(prepared: PreparedPrompt | None) -> int:
 
 
 class Item(NamedTuple):
-    """One media item of a source prompt; items are in the order of their modality's placeholders."""
+    """One media item of an unexpanded prompt; items are in the order of their modality's placeholders."""
 
     mm_hash: str
     modality: Modality
@@ -248,9 +248,9 @@ class Expansions:
     the same items are expanded here as well. An item that no worker has reported is in no worker's cache either: the
     prompt is known up to it, and nothing after it could be cached.
 
-    What is learned is checked: the tokens between the items must equal the source's. For a model that moves or rewrites
-    them, nothing is learned, and requests are routed by the tokens before their media. A wrong prediction costs time,
-    never correctness.
+    What is learned is checked: the tokens between the items must equal the unexpanded prompt's. For a model that moves
+    or rewrites them, nothing is learned, and requests are routed by the tokens before their media. A wrong prediction
+    costs time, never correctness.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:

@@ -357,6 +357,7 @@ class RequestRunner:
         )
         remote = route.link.submit(sent)
         remote.can_continue = call.continuable is not None and not call.continuable.obstacle
+        call.scope.remote = remote
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
         call.scope.defer(remote.abort)
         return remote

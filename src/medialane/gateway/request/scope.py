@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from medialane.gateway.intake import BudgetCharge, ExtractedMedia
 from medialane.gateway.intake.places import References
 from medialane.gateway.records import RequestRecord, RequestTrace
+from medialane.gateway.workers.client import RemoteRequest
 from medialane.types.errors import (
     ClientDisconnected,
     ErrorReport,
@@ -57,7 +58,7 @@ class RequestScope:
 
     `memory` is charged by what is made of its media in this process. `references` come from intake. `client` is the
     digest of the API key that came with it, `tenant` whose that is (`--keys`). With `has_own_cache` it finds only what
-    requests of its owner have cached. `trace` is None unless it is traced.
+    requests of its owner have cached. `trace` is None unless it is traced. `remote` was sent to a worker last.
 
     `is_refused` is whether it had no key that suffices, or came from another site's page: then only the log
     mentions it.
@@ -87,6 +88,7 @@ class RequestScope:
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
         self.trace: RequestTrace | None = None
+        self.remote: RemoteRequest | None = None
         self._deferred: list[Callable[[], None]] = []
         self._closed = False
         self._ended_by: MedialaneError | None = None

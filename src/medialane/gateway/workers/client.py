@@ -493,6 +493,11 @@ class RemoteRequest:
         return delta
 
     @property
+    def has_next(self) -> bool:
+        """Whether an output has arrived that was not returned yet."""
+        return bool(self._queue)
+
+    @property
     def can_move(self) -> bool:
         """Whether another worker can take over: it has delivered nothing, or what it has can be continued."""
         return self.can_continue or self._pooled is not None or not self.has_output

@@ -79,7 +79,7 @@ _GRID_NUMBERS = 3
 
 
 class UnexpandedRenderer:
-    """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
+    """Converts unexpanded prompts to vLLM's engine inputs. The owner calls `close`."""
 
     def __init__(self, renderer: BaseRenderer, model_config: ModelConfig, profile: ModelProfile | None = None) -> None:
         """`profile` is None if the model does not support media."""

@@ -36,7 +36,7 @@ from medialane.types.feature import Feature, PlaceholderRange
 from medialane.types.hashing import digest
 from medialane.types.media import MODALITIES, Modality, StageName
 from medialane.vllm_bridge.engine.plugin import show_vllm_lines
-from medialane.vllm_bridge.frontend import client_features, pooling_endpoints, render, renderer_hook
+from medialane.vllm_bridge.frontend import client_features, event_template, pooling_endpoints, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.http_server import check_http
 from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
@@ -265,6 +265,8 @@ class Frontend:
         unload_adapters_by(app.state, client.adapters.unload)
         if self.is_pooling:
             pooling_endpoints.install(app.state, self.renderer, backend)
+        if "generate" in tasks:
+            event_template.install(app.state, backend)
         if "transcription" in tasks:
             renderer_hook.install_speech(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever

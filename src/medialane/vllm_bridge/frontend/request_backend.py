@@ -116,6 +116,10 @@ class Generation(Protocol):
         another one if it is `continuable`. Raises MedialaneError."""
         ...
 
+    def has_next(self) -> bool:
+        """Return whether the next output of the current request, which has one prompt, has arrived."""
+        ...
+
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Make every worker's engine execute `call`, and return the results. Raises MedialaneError, which names the
         workers that failed."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -179,6 +179,40 @@ def unload_adapters_by(state: Any, unload: Callable[[str], Awaitable[None]]) -> 
         return answer
 
     models.unload_lora_adapter = unload_everywhere
+
+
+# Streams
+
+#: The server-sent events of one response.
+Events = AsyncGenerator[str, None]
+
+#: Makes them of a request and its results; the last argument is vLLM's own generator, a function of results.
+MakeEvents = Callable[[Any, AsyncIterator[Any], Callable[[AsyncIterator[Any]], Events]], Events]
+
+
+def make_streams_by(state: Any, *, chat: MakeEvents, completions: MakeEvents) -> None:
+    """Have the events of streams of an app made by these functions, unless the app's flags add more than a result's
+    text to each event, or log each: parsers of tools or reasoning, usage in every event. Results of completions, of one
+    prompt only, are pairs of its number and its output."""
+    serving = state.openai_serving_chat
+    if not (serving.parser_cls or serving.enable_log_outputs or serving.enable_force_include_usage):
+        vllms = serving.chat_completion_stream_generator
+        serving.chat_completion_stream_generator = _making(chat, vllms, results_at=1)
+    serving = state.openai_serving_completion
+    if not serving.enable_force_include_usage:
+        vllms = serving.completion_stream_generator
+        serving.completion_stream_generator = _making(completions, vllms, results_at=2)
+
+
+def _making(make: MakeEvents, vllms: Callable[..., Events], *, results_at: int) -> Callable[..., Events]:
+    def events(*args: Any, **kwargs: Any) -> Events:
+        def of(results: AsyncIterator[Any]) -> Events:
+            return vllms(*args[:results_at], results, *args[results_at + 1 :], **kwargs)
+
+        results = args[results_at]
+        return of(results) if kwargs.get("num_prompts", 1) > 1 else make(args[0], results, of)
+
+    return events
 
 
 # Uploaded speech

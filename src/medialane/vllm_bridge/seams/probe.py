@@ -52,11 +52,14 @@ def probe(processes: Sequence[Process] = get_args(Process), groups: Sequence[Gro
 
 
 def check(process: Process, groups: Sequence[Group] = GROUPS) -> None:
-    """Raise StartupFailed, naming each broken seam that this process needs."""
+    """Raise StartupFailed, naming each broken seam that this process needs; log the ones that it only uses."""
     found = installed_version()
     with unchanged_levels():  # imports vLLM's app
         broken = probe((process,), groups)
-    if broken:
+    for each in broken:
+        if each.group.is_optional:
+            logger.warning("vLLM %s has changed (%s): %s", found, each, each.group.without)
+    if broken := [each for each in broken if not each.group.is_optional]:
         names = "; ".join(map(str, broken))
         raise StartupFailed(
             f"vLLM {found} is incompatible with medialane ({TESTED_VLLM} is supported): {len(broken)} of the private "

@@ -56,6 +56,8 @@ class Group:
     seams: tuple[Seam, ...]
     instead: str = "none"
     processes: tuple[Process, ...] = BOTH
+    #: Whether all else works without the seams: then a process starts without them.
+    is_optional: bool = False
 
 
 _WORD = re.compile(r"\w+")
@@ -266,6 +268,24 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             read vllm.renderers.base:BaseRenderer with _mm_warmup_done
         """),
+    ),
+    _api_server(
+        name="events of streams",
+        purpose="events that differ in their text alone are made from a template, without vLLM's models",
+        without="every event of a stream takes the CPU time of vLLM's models",
+        tests=("tests/contract/test_event_template.py",),
+        seams=_seams("""
+            read vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat with parser_cls, enable_log_outputs,
+                enable_force_include_usage
+            replace :OpenAIServingChat.chat_completion_stream_generator(self, request, result_generator, request_id,
+                model_name, conversation, tokenizer, request_metadata, chat_template_kwargs, mm_token_counts) in
+                OpenAIServingChat._create_chat_completion
+            read vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion with enable_force_include_usage
+            replace :OpenAIServingCompletion.completion_stream_generator(self, request, engine_inputs, result_generator,
+                request_id, created_time, model_name, num_prompts, tokenizer, request_metadata) in
+                OpenAIServingCompletion._create_completion
+        """),
+        is_optional=True,
     ),
     _api_server(
         name="speech",
