@@ -88,7 +88,7 @@ class FakeReferences:
 
 
 class FakeGeneration:
-    """An engine that outputs `tokens`."""
+    """An engine that outputs `tokens`, as `texts` if there are any."""
 
     def check_ready(self):
         if not self.ready:
@@ -105,7 +105,8 @@ class FakeGeneration:
                 return
             for number, token in enumerate(self.tokens):
                 last = number == len(self.tokens) - 1
-                completion = CompletionDelta(0, f"<{token}>", [token], finish_reason="stop" if last else None)
+                text = self.texts.get(token, f"<{token}>")
+                completion = CompletionDelta(0, text, [token], finish_reason="stop" if last else None)
                 yield OutputDelta(
                     request.request_id,
                     [completion],
@@ -152,7 +153,7 @@ class FakeBackend(FakePromptMedia, FakeReferences, FakeGeneration):
         self.error_at = ""
         self.token_s = 0.0
         self.arrivals = repeat(False)
-        self.tokens = [11, 12, 13]
+        self.tokens, self.texts = [11, 12, 13], {}
         self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
         self.samples, self.decoded = np.zeros(16000, np.float32), []
         self.num_ended = 0

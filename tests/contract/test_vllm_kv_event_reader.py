@@ -21,8 +21,7 @@ class Ranks:
     def __init__(self, folder, num_ranks=1, *, silence_s=2.0, **settings):
         self.reader = kv_events.KvEventReader(folder, silence_s=silence_s)
         config = self.reader.config
-        for name, value in settings.items():
-            setattr(config, name, value)
+        vars(config).update(settings)
         self.publishers = [vllm_events.EventPublisherFactory.create(config, rank) for rank in range(num_ranks)]
         self.batches = []
 
