@@ -34,7 +34,7 @@ OTHER_TEST_S = 30.0
 VLLM_TIMEOUT_S = 600
 STACK_FRAMES = 3
 #: Rooms whose unit tests fail if they leave a descriptor open.
-COUNTED_ROOMS = {"arena", "core", "gateway", "media", "routing", "store", "wire", "worker"}
+COUNTED_ROOMS = {"arena", "gateway", "media", "routing", "runtime", "store", "types", "wire", "worker"}
 
 
 def pytest_collection_modifyitems(items):

@@ -212,7 +212,7 @@ class RoutedRequest:
             state.sessions[request.session_id] = slot.place
         if state.slots.is_current(slot):
             cached_elsewhere = choice.alternatives[0][2] if choice.alternatives else 0
-            state.slots.place(slot, request.num_tokens - choice.tokens, request.num_tokens - cached_elsewhere)
+            state.slots.count_new(slot, request.num_tokens - choice.tokens, request.num_tokens - cached_elsewhere)
             self._occupied = self._occupy(request, terms, is_reported=choice.is_reported)
 
     def _occupy(self, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> _Occupied:

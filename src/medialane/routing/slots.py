@@ -248,7 +248,7 @@ class SlotTable:
         table[SEQUENCES, number] = slot.num_sequences
         table[BASE_COST, number] = queue + running + kv_pressure
 
-    def place(self, slot: Slot, num_new: int, num_elsewhere: int) -> None:
+    def count_new(self, slot: Slot, num_new: int, num_elsewhere: int) -> None:
         """Count the new tokens of a prompt that is sent to the slot, relative to the size of its cache. They count less
         if there were more at the next best slot, `num_elsewhere`, so there was no choice: all later turns of a chat
         count less than its first, or new chats would make up for old ones that go on, and be alone with each other.
