@@ -58,7 +58,7 @@ CASES = {
 @pytest.fixture
 def run(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # no others run beside the test
-    folder = pytester.mkdir("unit") / "core"
+    folder = pytester.mkdir("unit") / "runtime"  # one of COUNTED_ROOMS
     folder.mkdir()
     shared_memory = str(pytester.mkdir("shm"))  # not that of tests that run beside these
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())

@@ -270,6 +270,7 @@ class EndlessApp(App):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not gone.done():
             await send({"type": "http.response.body", "body": bytes(1 << 18), "more_body": True})
+            await asyncio.sleep(0)  # a write to a reset connection waits for nothing, and is told by the event loop
         self.ended.set()
 
 
