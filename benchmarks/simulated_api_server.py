@@ -37,7 +37,7 @@ from medialane.vllm_bridge.seams.arguments import (
 class InProcessEngine:
     """A `RequestBackend` for text requests: one engine in this process."""
 
-    text_bytes = None
+    text_bytes = salt = None
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine

@@ -86,6 +86,10 @@ class FakeReferences:
     def text_bytes(self):
         return current_scope().extracted.text_bytes
 
+    @property
+    def salt(self):
+        return current_scope().extracted.cache_salt or ""
+
 
 class FakeGeneration:
     """An engine that outputs `tokens`, as `texts` if there are any."""

@@ -172,6 +172,13 @@ class AppBackend:
     def text_bytes(self) -> int | None:
         return current_scope().extracted.text_bytes
 
+    @property
+    def salt(self) -> str | None:
+        scope = current_scope()
+        extracted = scope.extracted
+        is_unknown = extracted.text_bytes is None or extracted.parse_error is not None
+        return None if is_unknown else scope.salt(extracted.cache_salt) or ""
+
     @while_connected
     async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
         """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.

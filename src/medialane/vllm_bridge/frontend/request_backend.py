@@ -71,6 +71,12 @@ class MediaReferences(Protocol):
         """Size of the current request's JSON body without its media; None if the request has no such body."""
         ...
 
+    @property
+    def salt(self) -> str | None:
+        """What only requests of the current one's owner and `cache_salt` have: others find nothing that it caches.
+        None if intake has not parsed the body: nothing is cached."""
+        ...
+
 
 class ClientFeatures(Protocol):
     """Processed items that clients name, send and are sent."""
