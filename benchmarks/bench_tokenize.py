@@ -12,6 +12,7 @@ Cases: messages of 2.5 kB; one document of 100 kB in the first message; first tu
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -33,10 +34,12 @@ ABOUT = "rendering and tokenizing of a turn behind 100 kB of chat history, with 
 ROUNDS, QUICK_ROUNDS = 5, 1
 NUM_TURNS = 8
 HISTORY_BYTES = 100_000
+MAX_TOKENS = 65_536
 PLAIN, CACHED = "vLLM", "medialane"
 
 
 def run(options: Options) -> Report:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a gateway
     return asyncio.run(_run(options))
 
 
@@ -60,7 +63,8 @@ class Case:
 
 async def _run(options: Options) -> Report:
     report = Report("tokenize")
-    plain = take_frontend(str(large_vocabulary_model()), (*TINY_MODEL_FLAGS, "--max-model-len=65536")).renderer
+    flags = [flag for flag in TINY_MODEL_FLAGS if "max-model-len" not in flag]
+    plain = take_frontend(str(large_vocabulary_model()), [*flags, f"--max-model-len={MAX_TOKENS}"]).renderer
     renderers = {PLAIN: plain, CACHED: renderer_from_config(plain.config)}
     splitter = splitter_of(plain.tokenizer)
     words = _words(random.Random(1))
@@ -117,7 +121,7 @@ async def _rendered(renderer: Any, chat: list[dict[str, str]]) -> tuple[list[int
     started, cpu = time.perf_counter(), time.process_time()
     _, dict_prompt = await renderer.render_messages_async(chat, template)
     rendered = time.process_time()
-    limits = TokenizeParams(max_total_tokens=65536, max_output_tokens=100, add_special_tokens=False)
+    limits = TokenizeParams(max_total_tokens=MAX_TOKENS, max_output_tokens=100, add_special_tokens=False)
     (prompt,) = await renderer.tokenize_prompts_async([dict_prompt], limits)
     spent = time.perf_counter() - started, time.process_time() - cpu, rendered - cpu
     return prompt["prompt_token_ids"], spent

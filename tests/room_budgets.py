@@ -24,7 +24,7 @@ BUDGETS = {
     "routing": (2000, 9),
     "gateway": (14400, 53),
     "worker": (2700, 11),
-    "vllm_bridge": (12600, 57),
+    "vllm_bridge": (12950, 58),
     "cluster": (3650, 13),
     "cli": (4900, 21),
     "tools": (3750, 20),

@@ -56,7 +56,7 @@ def queue_metrics(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
 def segment_metrics(stats: SegmentStats) -> Iterator[Metric]:
     """Yield the series of the cache of prompts' tokens."""
     text = (
-        "Characters of prompts that have at least 512, by where their tokens are from: cached (earlier prompts) or new"
+        "Characters of prompts that have at least 256, by where their tokens are from: cached (earlier prompts) or new"
     )
     by_source = {"cached": stats.num_cached, "new": stats.num_new}
     yield _counter("medialane_prompt_characters", text, "tokens", by_source)

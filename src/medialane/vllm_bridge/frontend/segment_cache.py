@@ -50,8 +50,8 @@ from medialane.vllm_bridge.seams.multimodal import tokenize_by
 
 logger = logging.getLogger(__name__)
 
-#: Shorter segments cost more than their tokens: 0.5 ms.
-MIN_CHARS = 512
+#: Shorter segments are not worth an entry: to tokenize this much takes 0.3 ms.
+MIN_CHARS = 256
 
 #: Of an entry, without its ids: key, array, and place in the dictionary.
 _ENTRY_BYTES = 300
@@ -170,8 +170,11 @@ def _proven(tokenizer: Any) -> SegmentSplitter:
     splitter = SegmentSplitter(tokens)
     texts = _trial_texts(tokens)
     cut = [list(splitter.segments(text, min_chars=0)) for text in texts]
-    ids = iter(_plain_ids(tokenizer, list(chain(*cut))))
-    for text, segments, whole in zip(texts, cut, _plain_ids(tokenizer, texts), strict=True):
+    try:
+        ids, whole_ids = iter(_plain_ids(tokenizer, list(chain(*cut)))), _plain_ids(tokenizer, texts)
+    except Exception as error:  # the library's own kinds: vLLM says why, if a client's prompt raises one
+        raise Unproven(f"cannot encode some texts: {error}") from error
+    for text, segments, whole in zip(texts, cut, whole_ids, strict=True):
         if list(chain.from_iterable(islice(ids, len(segments)))) != whole:
             raise Unproven(f"has other ids for this text than for its segments: {text[:200]!r}")
     return splitter
@@ -228,7 +231,7 @@ class SegmentCache:
         self._splitter = splitter
         self._adds_tokens = bool(tokenizer.num_special_tokens_to_add())
         self._max_bytes = max_bytes
-        self._entries = OrderedDict[bytes, array[int]]()
+        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
         self._num_bytes = 0
         self._num_chars = {"cached": 0, "new": 0}
         self._lock = Lock()

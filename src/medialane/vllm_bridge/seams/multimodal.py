@@ -58,13 +58,11 @@ def tokenize_by(
     plain = renderer._tokenize_prompt
 
     def tokenized(prompt: Any, params: Any, salt: str | None) -> Any:
-        is_plain = salt is None or params.truncate_prompt_tokens is not None or renderer._wants_offsets(prompt, params)
-        if not is_plain:
+        ids = None
+        if salt is not None and params.truncate_prompt_tokens is None and not renderer._wants_offsets(prompt, params):
             options = params.get_encode_kwargs()
             ids = token_ids(prompt["prompt"], salt, options["add_special_tokens"], options["max_length"])
-            if ids is not None:
-                return renderer._build_tokens_prompt(ids, prompt)
-        return plain(prompt, params)
+        return plain(prompt, params) if ids is None else renderer._build_tokens_prompt(ids, prompt)
 
     in_thread = make_async(tokenized, executor=renderer._executor)
     renderer._tokenize_prompt_async = lambda prompt, params: in_thread(prompt, params, salt())
