@@ -88,7 +88,7 @@ class FakeReferences:
 
     @property
     def salt(self):
-        return current_scope().extracted.cache_salt or ""
+        return current_scope().text_salt
 
 
 class FakeGeneration:

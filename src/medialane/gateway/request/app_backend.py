@@ -174,10 +174,7 @@ class AppBackend:
 
     @property
     def salt(self) -> str | None:
-        scope = current_scope()
-        extracted = scope.extracted
-        is_unknown = extracted.text_bytes is None or extracted.parse_error is not None
-        return None if is_unknown else scope.salt(extracted.cache_salt) or ""
+        return current_scope().text_salt
 
     @while_connected
     async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
