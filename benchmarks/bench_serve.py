@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from dataclasses import dataclass
 from itertools import count
 
 from harness import Bar, Options, Report, median, percentile
-from load import Answered, data_url, image_request, send, text_request
+from load import Answered, data_url, image_request, random_text, send, text_request
 from medialane.testing.sample_media import sample_jpeg
-from medialane.testing.tiny_model import SENTENCES, build_tiny_model, cache_folder
+from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 
 NAME = "serve"
@@ -96,14 +95,10 @@ def bodies(case: Case, model: str, *, quick: bool) -> list[bytes]:
     """Return the requests of one turn."""
     num = case.num_requests(quick=quick)
     if case.size is None:
-        return [text_request(model, _text(next(_SEEDS)), num_tokens=NUM_TOKENS) for _ in range(num)]
+        return [text_request(model, random_text(next(_SEEDS), NUM_WORDS), num_tokens=NUM_TOKENS) for _ in range(num)]
     if case.repeated:
         return [image_request(model, data_url(sample_jpeg(1, *case.size)))] * num
     return [image_request(model, data_url(sample_jpeg(next(_SEEDS), *case.size))) for _ in range(num)]
-
-
-def _text(seed: int) -> str:
-    return f"{seed}: {' '.join(random.Random(seed).choices(' '.join(SENTENCES).split(), k=NUM_WORDS))}"
 
 
 def _row(case: Case, server: str, found: list[Answered]) -> dict[str, object]:

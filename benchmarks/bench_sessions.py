@@ -41,7 +41,7 @@ NUM_TOKENS = 16
 TRAFFIC = {
     "two images of 1024x768": Shape(num_users=10, num_turns=4, num_images=2, size=(1024, 768)),
     "two images of 512x384": Shape(num_users=10, num_turns=4, num_images=2, size=(512, 384)),
-    "text only": Shape(num_users=10, num_turns=4, num_images=0, size=(0, 0)),
+    "text only": Shape(num_users=10, num_turns=4, num_images=0),
 }
 #: Eight images of the larger size are 8,000 tokens; of repeated flags the last one counts. In bfloat16 an answer may
 #: depend on what else is in its batches, in any server, and answers could not be compared.
