@@ -24,7 +24,7 @@ from conversations import Question, Shape, hold, questions
 from harness import Bar, Options, Report, median, percentile
 from load import Answered, cpu_seconds, random_text, send, send_by_rust, text_request
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
-from peers import RUST, rivals, rust_front_end
+from peers import RUST, SHORT_NAMES, rivals, rust_front_end
 from servers import OURS, PLAIN, Server, settle
 
 ABOUT = "text through medialane, plain vLLM and vLLM's Rust front end: TTFT, requests/s, inter-token time, CPU, chats"
@@ -114,10 +114,10 @@ async def _measure_loop(report: Report, case: Case, setup: Setup) -> None:
         return
     for peer in [server.name for server in setup.servers if server.name != OURS]:
         ttft, limit = _ratio(found, peer, "ttft_p50_ms"), _MAX_TTFT[peer][case.concurrency]
-        report.bars.append(Bar(f"{case.name}: TTFT p50 / {peer}", ttft, limit, "at most"))
+        report.bars.append(Bar(f"{case.name}: TTFT p50 / {SHORT_NAMES[peer]}", ttft, limit, "at most"))
         if case.concurrency == _JUDGED_CLIENTS:
             per_s = _ratio(found, peer, "req/s")
-            report.bars.append(Bar(f"{case.name}: req/s / {peer}", per_s, _MIN_REQUESTS[peer], "at least"))
+            report.bars.append(Bar(f"{case.name}: req/s / {SHORT_NAMES[peer]}", per_s, _MIN_REQUESTS[peer], "at least"))
 
 
 async def _measure_chat(report: Report, num_users: int, setup: Setup) -> None:
@@ -125,7 +125,7 @@ async def _measure_chat(report: Report, num_users: int, setup: Setup) -> None:
     name = f"chat, users={num_users}"
     report.tables.setdefault("chat", []).extend(_rows(name, found))
     ratio = _ratio(found, PLAIN, "ttft_p50_ms")
-    report.bars.append(Bar(f"{name}: TTFT p50 / {PLAIN}", ratio, _MAX_CHAT_TTFT, "at most"))
+    report.bars.append(Bar(f"{name}: TTFT p50 / {SHORT_NAMES[PLAIN]}", ratio, _MAX_CHAT_TTFT, "at most"))
 
 
 async def _rounds(

@@ -22,7 +22,7 @@ from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_once, cache_fol
 from medialane.tools.check import plain_vllm, server_process
 from medialane.types.errors import StartupFailed
 from medialane.types.hashing import content_hash
-from servers import Server, both_servers, clean_environ, server_of
+from servers import PLAIN, Server, both_servers, clean_environ, server_of
 
 REQUIREMENTS = REPOSITORY / "requirements" / "peers.txt"
 #: The lock of vLLM's build for CUDA, whose wheel has the front end in Rust.
@@ -31,6 +31,8 @@ INSTALL_S = 600
 READY_S = 60
 
 RUST = "Rust front end"
+#: In the names of bars.
+SHORT_NAMES = {PLAIN: "plain", RUST: "Rust"}
 _PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 _BY_HASH = ("--no-deps", "--require-hashes", "--only-binary", ":all:")
 _RUST_MEMBER = "vllm/vllm-rs"
