@@ -126,8 +126,8 @@ def _bars(case: Case, rows: Mapping[str, dict[str, object]]) -> Iterator[Bar]:
     for peer, figure, limit in _targets(case):
         if peer in rows:
             ours, theirs = (float(str(rows[name][_COLUMNS[figure]])) for name in (OURS, peer))
-            sense = "at least" if figure == _PER_S else "at most"
-            yield Bar(f"{case.name}: {figure} / {SHORT_NAMES[peer]}", ours / theirs, limit, sense)
+            name = f"{case.name}: {figure} / {SHORT_NAMES[peer]}"
+            yield Bar(name, ours / theirs, limit, "at least" if figure == _PER_S else "at most")
 
 
 def _targets(case: Case) -> Iterator[tuple[str, str, float]]:

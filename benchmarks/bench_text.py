@@ -157,8 +157,16 @@ async def _send(setup: Setup, case: Case, texts: Sequence[str], server: Server) 
     if setup.rust is None:
         bodies = [text_request(setup.model, text, num_tokens=num_tokens) for text in texts]
         return await send(url, bodies, concurrency=concurrency, pids=pids)
-    options = {"model": setup.model, "num_tokens": num_tokens, "concurrency": concurrency, "pids": pids}
-    return await asyncio.to_thread(send_by_rust, setup.rust, url, texts, **options)
+    return await asyncio.to_thread(
+        send_by_rust,
+        setup.rust,
+        url,
+        texts,
+        model=setup.model,
+        num_tokens=num_tokens,
+        concurrency=concurrency,
+        pids=pids,
+    )
 
 
 async def _chat(setup: Setup, asked: list[list[Question]], server: Server) -> Figures:

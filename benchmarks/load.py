@@ -163,7 +163,15 @@ def send_by_rust(
             "--result-filename": result.name,
         }
         flags = ("--ignore-eos", "--disable-shuffle", "--no-steady-state", "--disable-tqdm")
-        command = [program, "bench", "serve", *chain(*values.items()), *flags, "--save-result", "--save-detailed"]
+        command = [
+            str(program),
+            "bench",
+            "serve",
+            *chain.from_iterable(values.items()),
+            *flags,
+            "--save-result",
+            "--save-detailed",
+        ]
         before = cpu_seconds(pids())
         done = subprocess.run(command, capture_output=True, text=True)
         cpu_s = cpu_seconds(pids()) - before
