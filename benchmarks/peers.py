@@ -58,7 +58,7 @@ def rust_front_end(report: Report) -> Path | None:
             lambda folder: _download(pinned, folder),
         )
     except StartupFailed as error:
-        report.notes.append(f"Without vLLM's Rust front end: {error}")
+        report.notes.append(f"Without vLLM's Rust front end: {str(error).splitlines()[-1]}")
         return None
     return folder / _RUST_MEMBER
 
