@@ -22,7 +22,7 @@ BUDGETS = {
     "transfer": (2400, 11),
     "store": (3950, 13),
     "routing": (2000, 9),
-    "gateway": (14400, 53),
+    "gateway": (14450, 53),
     "worker": (2700, 11),
     "vllm_bridge": (12600, 57),
     "cluster": (3650, 13),
