@@ -45,3 +45,16 @@ async def test_cancelled_waiter_leaves_its_turn_to_others():
     waiting.cancel()  # before it is taken
     await asyncio.wait([waiting])
     await asyncio.wait_for(turns.take(5), 5)
+
+
+async def test_late_turn_is_given_beyond_the_limit_and_ends_like_any_other():
+    turns = OldestFirst(lambda: 1)
+    end = await turns.take(0)
+    late = await turns.take(1, within_s=0.01)
+    waiting = asyncio.create_task(turns.take(2, within_s=60))
+    end()
+    await settled()
+    assert not waiting.done(), "the late turn is taken"
+    late()
+    (await asyncio.wait_for(waiting, 5))()
+    assert turns.is_free

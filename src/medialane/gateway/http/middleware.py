@@ -290,6 +290,8 @@ class IntakeMiddleware:
         request.record.received(intake.refs, model=intake.model, streams=intake.stream)
         if queues is not None:
             queues.received(request)
+            if not intake.refs:
+                await queues.render(request)
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:

@@ -64,7 +64,8 @@ class RequestScope:
     mentions it.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header. If there are
-    queues, it is one of the requests of `flow` there, unless it `passes_by`, and `preparation` is that of its media.
+    queues, it is one of the requests of `flow` there, unless it `passes_by`, `preparation` is that of its media, and
+    `end_turn` ends its turn to be rendered, if it has one. Idempotent.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one). `record` is what remains of
     the request, and its report is made of it.
@@ -86,6 +87,7 @@ class RequestScope:
         self.passes_by = True
         self.flow: Flow | None = None
         self.preparation: Preparation | None = None
+        self.end_turn: Callable[[], None] = lambda: None
         self.memory: BudgetCharge | None = None
         self.trace: RequestTrace | None = None
         self.remote: RemoteRequest | None = None
