@@ -324,6 +324,7 @@ GROUPS: tuple[Group, ...] = (
             call vllm.renderers.base:BaseRenderer._wants_offsets(self, prompt, params)
             call vllm.renderers.base:BaseRenderer._build_tokens_prompt(token_ids, prompt)
             read vllm.renderers.params:TokenizeParams with truncate_prompt_tokens, get_encode_kwargs
+            call vllm.utils.async_utils:make_async(func, executor)
         """),
     ),
     Group(
