@@ -1,7 +1,7 @@
 """Prompts whose tokens are joined from segments have plain vLLM's: whole requests, and all families' tokenizers."""
 
 import pytest
-from tiny_families import FAMILIES, family_params
+from tiny_families import family_params
 
 from medialane.testing.tiny_model import SENTENCES
 from medialane.vllm_bridge.frontend import SegmentCache, splitter_of
@@ -63,7 +63,7 @@ async def test_too_long_prompt_is_refused_as_by_plain_vllm(server):
     assert "at least 8185 input tokens" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("name", family_params(FAMILIES))
+@pytest.mark.parametrize("name", family_params())
 async def test_segments_of_a_familys_prompts_have_its_tokenizers_ids(family_renderer, name):
     tokenizer = family_renderer(name).tokenizer
     if (splitter := splitter_of(tokenizer)) is None:
