@@ -13,7 +13,7 @@ LONG = " ".join(SENTENCES * 2)
 
 
 async def token_ids(server, messages, **options):
-    body = {"model": server.model, "messages": messages, "max_tokens": 8} | options
+    body = {"model": server.model, "messages": messages, "max_completion_tokens": 8} | options
     response = await server.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     return server.backend.requests[-1].prompt.token_ids
@@ -57,7 +57,7 @@ async def test_truncated_prompt_has_plain_vllms_tokens(server):
 
 async def test_too_long_prompt_is_refused_as_by_plain_vllm(server):
     message = {"role": "user", "content": LONG * 20}
-    body = {"model": server.model, "messages": [message], "max_tokens": 8}
+    body = {"model": server.model, "messages": [message], "max_completion_tokens": 8}
     response = await server.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     assert "at least 8185 input tokens" in response.json()["error"]["message"]
