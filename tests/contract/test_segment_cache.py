@@ -50,13 +50,13 @@ async def test_tokens_are_found_by_requests_with_the_same_cache_salt(server):
 async def test_truncated_prompt_has_plain_vllms_tokens(server):
     messages = [{"role": "user", "content": f"truncated {LONG}"}]
     expected = plain_ids(server, messages)
-    assert await token_ids(server, messages, truncate_prompt_tokens=100) == expected[:100]
-    left = {"truncate_prompt_tokens": 100, "truncation_side": "left"}
-    assert await token_ids(server, messages, **left) == expected[-100:]
+    for side, part in (("right", expected[:100]), ("left", expected[-100:])):
+        options = {"truncate_prompt_tokens": 100, "truncation_side": side}
+        assert await token_ids(server, messages, **options) == part
 
 
 async def test_too_long_prompt_is_refused_as_by_plain_vllm(server):
-    message = {"role": "user", "content": LONG * 20}
+    message = {"role": "user", "content": LONG + "QZ" * 6000}
     body = {"model": server.model, "messages": [message], "max_completion_tokens": 8}
     response = await server.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
