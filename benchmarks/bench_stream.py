@@ -29,7 +29,7 @@ from itertools import count, pairwise
 import aiohttp
 
 from harness import Bar, Options, Report, median, percentile
-from load import cpu_seconds, data_url
+from load import Read, cpu_seconds, data_url, read_stream, shared_gaps
 from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
@@ -99,12 +99,12 @@ class Turn:
     shared_gaps_s: list[float] = field(default_factory=list)
     num_events: list[int] = field(default_factory=list)
 
-    def note(self, reads: Sequence[tuple[float, int]]) -> None:
-        """Record the read times of one stream, and the number of events in each read."""
-        self.num_events.append(sum(num_events for _, num_events in reads))
+    def note(self, reads: Sequence[Read]) -> None:
+        """Record the reads of one stream."""
+        self.num_events.append(sum(read.num_events for read in reads))
+        self.shared_gaps_s += shared_gaps(reads)
         for (before, _), (now, num_events) in pairwise(reads):
             self.gaps_s += [now - before, *[0.0] * (num_events - 1)]
-            self.shared_gaps_s += [(now - before) / num_events] * num_events
 
 
 def run(options: Options) -> Report:
@@ -169,7 +169,7 @@ async def _turn(server: Server, case: Case, model: str) -> Turn:
 async def _ask(session: aiohttp.ClientSession, url: str, *, body: bytes, case: Case, turn: Turn) -> None:
     async with session.post(url, data=body) as response:
         if case.streamed:
-            event, reads = await _read_stream(response)
+            event, reads = await read_stream(response)
             turn.note(reads)
         else:
             event = await response.read()
@@ -178,21 +178,6 @@ async def _ask(session: aiohttp.ClientSession, url: str, *, body: bytes, case: C
         raise RuntimeError(f"{case.name}: {response.status}, {num_tokens} tokens: {event[:500]!r}")
     turn.num_tokens += num_tokens
 
-
-async def _read_stream(response: aiohttp.ClientResponse) -> tuple[bytes, list[tuple[float, int]]]:
-    """Return the last event, which has the usage, and the time and number of events of each read."""
-    last = rest = b""
-    reads = []
-    async for piece in response.content.iter_any():
-        *events, rest = (rest + piece).split(b"\n\n")
-        events = [event for event in events if event != _DONE]
-        if events:
-            last = events[-1]
-            reads.append((time.perf_counter(), len(events)))
-    return (last or rest).removeprefix(b"data: "), reads
-
-
-_DONE = b"data: [DONE]"
 
 #: All prompts of a run differ; their first blocks and the image are the same.
 _NUMBERS = count(1)

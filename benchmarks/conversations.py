@@ -4,7 +4,6 @@ clients send it, with the answers that this server has given."""
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,26 +13,24 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from load import cpu_seconds, data_url
+from load import cpu_seconds, data_url, random_text
 from medialane.testing.sample_media import sample_jpeg
-from medialane.testing.tiny_model import SENTENCES
 
 #: The message of a user's turn, encoded once: clients share the cores with the servers.
 Question = msgspec.Raw
 
-_WORDS = " ".join(SENTENCES).split()
-_NUM_WORDS = 20
 _DATA = b"data: "
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of conversations; a question has `num_images` new images."""
+    """Of conversations; a question has `num_images` new images of this size."""
 
     num_users: int
     num_turns: int
     num_images: int
-    size: tuple[int, int]
+    size: tuple[int, int] = (0, 0)
+    num_words: int = 20
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,7 @@ def _question(shape: Shape, number: int) -> Question:
         {"type": "image_url", "image_url": {"url": data_url(sample_jpeg(number * shape.num_images + n, *shape.size))}}
         for n in range(shape.num_images)
     ]
-    words = random.Random(number).choices(_WORDS, k=_NUM_WORDS)
-    content = [*images, {"type": "text", "text": f"{number}: {' '.join(words)}"}]
+    content = [*images, {"type": "text", "text": random_text(number, shape.num_words)}]
     return msgspec.Raw(msgspec.json.encode({"role": "user", "content": content}))
 
 

@@ -45,9 +45,9 @@ writes (`fit_weights`: `python benchmarks/fit_weights.py`). `+changes` after a c
 changes. The target is in the head of its column (<= is at most, >= at least), or beside the value; **bold** values
 miss it. [What is missed](../../docs/comparisons/figures.md#missed).
 
-`c=8`: 8 requests at a time. `/ plain`: divided by the value of plain vLLM. `TTFT`: time to the first token.
-`inter-token`: time between two tokens of a stream. `new` and `repeated`: images that the server sees for the first
-time, or again.
+`c=8`: 8 requests at a time. `/ plain`: divided by the value of plain vLLM; `/ Rust`: of vLLM with its Rust front end.
+`TTFT`: time to the first token. `inter-token`: time between two tokens of a stream. `new` and `repeated`: images that
+the server sees for the first time, or again.
 """
 
 #: Below the heading of a benchmark whose tables are shown.

@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _PREFIX = "bench_"
 _ALL = "all"
 #: Takes a quarter of an hour or more, or installs a peer: runs only by name.
-_NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
+_NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start", "text"})
 
 
 class Bar(msgspec.Struct):

@@ -5,21 +5,38 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import random
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from medialane.runtime.resources import cpu_seconds as cpu_seconds
 from medialane.runtime.resources import descendants
+from medialane.testing.tiny_model import SENTENCES
+
+
+class Read(NamedTuple):
+    """Events of a stream that the client has read together: they arrived in one burst."""
+
+    at_s: float
+    num_events: int
 
 
 @dataclass
 class Answered:
-    """One round of requests: time to first token of each, wall time, and the servers' CPU time."""
+    """One round of requests: time to first token of each, times between tokens (`shared_gaps`), wall time, and the
+    servers' CPU time."""
 
     ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -43,6 +60,14 @@ def image_request(model: str, url: str, text: str = "What is in the picture?") -
     """Build a streaming chat completion of one token about one image."""
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
     return _request(model, content, num_tokens=1)
+
+
+_WORDS = " ".join(SENTENCES).split()
+
+
+def random_text(seed: int, num_words: int) -> str:
+    """Return a text that differs from those of other seeds from its first word on."""
+    return f"{seed}: {' '.join(random.Random(seed).choices(_WORDS, k=num_words))}"
 
 
 def text_request(model: str, text: str, *, num_tokens: int) -> bytes:
@@ -86,16 +111,100 @@ async def send(
         for body in todo:
             sent = time.perf_counter()
             async with session.post(f"{base_url}/chat/completions", data=body, headers=_JSON) as response:
-                first = await response.content.readline()
-                answered.ttft_s.append(time.perf_counter() - sent)
-                rest = await response.read()
-                if response.status != 200 or b'"choices"' not in first or b"[DONE]" not in rest:
-                    raise RuntimeError(f"{response.status}: {(first + rest)[:500]!r}")
+                last, reads = await read_stream(response)
+                if response.status != 200 or b'"finish_reason":"' not in last:
+                    raise RuntimeError(f"{response.status}: {last[:500]!r}")
+                answered.ttft_s.append(reads[0].at_s - sent)
+                answered.gaps_s += shared_gaps(reads)
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
     answered.wall_s = time.perf_counter() - started
     answered.cpu_s = cpu_seconds(pids()) - before
     return answered
+
+
+class _Measured(msgspec.Struct):
+    """The fields that are used of what `vllm-rs bench serve` saves."""
+
+    duration: float
+    failed: int
+    errors: list[str]
+    ttfts: list[float]
+    itls: list[list[float]]
+
+
+def send_by_rust(
+    program: Path,
+    base_url: str,
+    texts: Sequence[str],
+    *,
+    model: str,
+    num_tokens: int,
+    concurrency: int,
+    pids: Callable[[], list[int]],
+) -> Answered:
+    """Send `text_request`s, and measure, as `send` does, by `vllm-rs bench serve`, which takes less CPU time from the
+    servers. Not for the event loop. Raises RuntimeError if it or a request fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, result = Path(folder, "prompts.jsonl"), Path(folder, "result.json")
+        prompts.write_bytes(b"".join(msgspec.json.encode({"prompt": text}) + b"\n" for text in texts))
+        values = {
+            "--backend": "openai-chat",
+            "--base-url": base_url.removesuffix("/v1"),
+            "--model": model,
+            "--tokenizer": model,
+            "--dataset-name": "custom",
+            "--dataset-path": str(prompts),
+            "--num-prompts": str(len(texts)),
+            "--custom-output-len": str(num_tokens),
+            "--max-concurrency": str(concurrency),
+            "--temperature": "0",
+            "--result-dir": folder,
+            "--result-filename": result.name,
+        }
+        flags = ("--ignore-eos", "--disable-shuffle", "--no-steady-state", "--disable-tqdm")
+        command = [
+            str(program),
+            "bench",
+            "serve",
+            *chain.from_iterable(values.items()),
+            *flags,
+            "--save-result",
+            "--save-detailed",
+        ]
+        before = cpu_seconds(pids())
+        done = subprocess.run(command, capture_output=True, text=True)
+        cpu_s = cpu_seconds(pids()) - before
+        if done.returncode:
+            raise RuntimeError(f"vllm-rs bench serve: {done.stderr[-1000:]}")
+        found = msgspec.json.decode(result.read_bytes(), type=_Measured)
+    if found.failed or len(found.ttfts) != len(texts):
+        raise RuntimeError(f"{base_url}: {found.failed} of {len(texts)} requests failed: {max(found.errors)[:500]}")
+    return Answered(found.ttfts, list(chain(*found.itls)), found.duration, cpu_s)
+
+
+_DONE = b"data: [DONE]"
+
+
+async def read_stream(response: aiohttp.ClientResponse) -> tuple[bytes, list[Read]]:
+    """Return the last event, or the body of a response that is not a stream, and all reads with events."""
+    last = rest = b""
+    reads = []
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        events = [event for event in events if event != _DONE]
+        if events:
+            last = events[-1]
+            reads.append(Read(time.perf_counter(), len(events)))
+    return (last or rest).removeprefix(b"data: "), reads
+
+
+def shared_gaps(reads: Sequence[Read]) -> list[float]:
+    """Return the seconds between the events of a stream. Events that were read together share the gap before them, so
+    that a server does not look faster for buffering tokens."""
+    return [
+        gap for before, (now, num_events) in pairwise(reads) for gap in [(now - before.at_s) / num_events] * num_events
+    ]
 
 
 def process_tree(root: int) -> list[int]:

