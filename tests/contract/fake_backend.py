@@ -86,6 +86,9 @@ class FakeReferences:
     def text_bytes(self):
         return current_scope().extracted.text_bytes
 
+    def rendering(self):
+        return current_scope().timeline.measure("render")
+
 
 class FakeGeneration:
     """An engine that outputs `tokens`, as `texts` if there are any."""

@@ -241,6 +241,7 @@ class Frontend:
             renderer_hook.install(self.renderer, backend, self.profile)
         tasks, app = self._app(tasks)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
+        renderer_hook.measure_rendering(self.renderer, backend)
         validate_in_thread()
         count_media_tokens_by(expected_num_tokens)
         replace_authentication(app, access)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -66,9 +66,17 @@ class MediaReferences(Protocol):
         Raises MedialaneError."""
         ...
 
+
+class Rendering(Protocol):
+    """How the prompts of the current request are rendered."""
+
     @property
     def text_bytes(self) -> int | None:
         """Size of the current request's JSON body without its media; None if the request has no such body."""
+        ...
+
+    def rendering(self) -> AbstractContextManager[object]:
+        """Measure the block, in which a prompt is rendered."""
         ...
 
 
@@ -131,5 +139,5 @@ class Generation(Protocol):
         ...
 
 
-class RequestBackend(PromptMedia, MediaReferences, ClientFeatures, Generation, Protocol):
+class RequestBackend(PromptMedia, MediaReferences, Rendering, ClientFeatures, Generation, Protocol):
     """All that the app needs of a gateway; what needs less says so."""
