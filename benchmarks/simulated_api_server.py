@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Sequence
-from typing import NoReturn
+from collections.abc import AsyncGenerator
 
-import numpy as np
 import uvloop
-from numpy.typing import NDArray
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.renderers import renderer_from_config
 
-from medialane.prepare import ProcessedItem
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.types.admin import AdminCall, AdminResult
 from medialane.types.errors import MedialaneError
-from medialane.types.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
-from medialane.types.media import MediaRef
+from medialane.types.feature import PreparedPrompt
 from medialane.types.request import Continuable, EngineRequest, OutputDelta
 from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (
@@ -35,9 +30,7 @@ from medialane.vllm_bridge.seams.arguments import (
 
 
 class InProcessEngine:
-    """A `RequestBackend` for text requests: one engine in this process."""
-
-    text_bytes = salt = None
+    """`Generation` by one engine in this process."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
@@ -53,59 +46,11 @@ class InProcessEngine:
     def fail(self, error: MedialaneError) -> None:
         """vLLM's app responds from the exception itself."""
 
-    def resolve(self, url: str) -> MediaRef:
-        return _text_only()
-
-    def original_url(self, url: str) -> str:
-        _text_only()
-
-    async def by_uuid(self, url: str) -> MediaRef:
-        _text_only()
-
-    async def decode_audio(self, url: str, sample_rate: int) -> bytes:
-        _text_only()
-
-    async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
-        _text_only()
-
-    async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
-        _text_only()
-
-    def tensors(self, feature: Feature) -> list[memoryview]:
-        _text_only()
-
-    def sending(self, num_bytes: int) -> NoReturn:
-        _text_only()
-
-    async def refer(self, prepared: PreparedPrompt) -> list[str]:
-        _text_only()
-
-    async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
-        _text_only()
-
-    async def named_feature(self, mm_hash: str, salt: str) -> Feature:
-        _text_only()
-
-    async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
-        _text_only()
-
-    async def place(
-        self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange]
-    ) -> PreparedPrompt:
-        _text_only()
-
-    async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
-        return _text_only()
-
     def has_next(self) -> bool:
         return False
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         return [await self._engine.administer(call)]
-
-
-def _text_only() -> NoReturn:
-    raise NotImplementedError("this server takes text only")
 
 
 async def _serve(args: Namespace) -> None:

@@ -300,7 +300,7 @@ OVERVIEW: Rows = {
         ),
         graph(
             "Mean time by step",
-            "Steps overlap, and of several items the slowest counts: lines do not add up.",
+            "fetch, decode and process are parts of store, first_token is transit, queue and prefill.",
             [(mean(STAGES, by="stage"), "{{stage}}")],
             "s",
         ),

@@ -90,6 +90,9 @@ class FakeReferences:
     def salt(self):
         return current_scope().text_salt
 
+    def rendering(self):
+        return current_scope().timeline.measure("render")
+
 
 class FakeGeneration:
     """An engine that outputs `tokens`, as `texts` if there are any."""

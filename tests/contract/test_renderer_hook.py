@@ -456,6 +456,13 @@ async def test_without_a_worker_no_response_starts(server, stream):
     assert (await server.client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("parts", [(), (image(),)])
+async def test_parsing_and_rendering_have_steps_of_their_own(server, parts):
+    response = await server.chat(*parts)
+    names = [metric.partition(";")[0] for metric in response.headers["server-timing"].split(", ")]
+    assert names[:4] == ["upload", "intake", "parse", "render"]
+
+
 async def test_unserialisable_parameter_is_a_client_error(server):
     response = await server.chat(vllm_xargs={"a": 1 << 80})
     assert response.status_code == 400

@@ -8,7 +8,8 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 #: Of a streamed answer about a new image.
-STEPS = {"upload", "intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill"}
+STEPS = {"upload", "intake", "parse", "render", "store", "fetch", "decode", "process", "assemble", "route", "handover"}
+STEPS |= {"transit", "queue", "prefill"}
 
 
 async def images(ours, query):

@@ -81,7 +81,7 @@ class Clients:
 
     def _note(self, name):
         self.answered.append(name)
-        self.admission_s[name] = current_scope().timeline.seconds.get("admission", 0.0)
+        self.admission_s[name] = current_scope().timeline.durations().get("admission", 0.0)
 
     @property
     def num_waiting(self):

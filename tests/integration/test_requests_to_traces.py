@@ -111,6 +111,7 @@ async def test_an_image_request_is_one_tree_below_the_span_of_its_client(parts, 
     assert {TRACE_ID} == {span.trace_id for span in collector.spans}
     assert (root.parent_id, root.kind, root.service) == (SPAN_ID, 2, "medialane-gateway")
     assert collector.tree(root)["chat tiny"] == [
+        {"medialane.store": []},
         {"medialane.item": [{f"medialane.{step}": []} for step in ("fetch", "fetch", "decode", "process")]},
         {"medialane.assemble": []},
         {"medialane.route": []},

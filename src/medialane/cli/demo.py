@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import re
 import shlex
 import sys
 import tempfile
@@ -21,8 +20,10 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
+from medialane.cli.request_steps import Timing
 from medialane.cluster.placement import find_hardware
 from medialane.config import foreign_environ, process_environ, vllm_defaults
+from medialane.observability import STEPS
 from medialane.runtime.stop import stopped_by_signals
 from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
@@ -31,9 +32,6 @@ from medialane.types.errors import StartupFailed
 
 _STOP_S = 30.0
 _MAX_TOKENS = 16
-
-#: Rows of the table of steps, in the order of execution.
-_STEPS = ("intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
 
 #: Runs a server of the model in this folder, with an OpenAI interface.
 DemoServer = Callable[[str], AbstractAsyncContextManager[ServerProcess]]
@@ -199,12 +197,14 @@ def _token_ids(message: Any) -> list[int]:
 def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[DemoAnswer]) -> None:
     """Print one column per request and one row per step, so that the table fits a terminal."""
     table = Table("ms by step (Server-Timing)", *(q.name for q in questions))
-    durations = [dict(re.findall(r"\b(\w++);dur=([\d.]+)", a.server_timing)) for a in answers]
-    described = [dict(re.findall(r'\b(\w++);desc="([^"]*)"', a.server_timing)) for a in answers]
-    for step in _STEPS:
-        table.add_row(step, *(f"{float(steps[step]):.1f}" if step in steps else "" for steps in durations))
-    table.add_row("cache", *(entries.get("cache", "") for entries in described))
-    table.add_row("bytes copied", *(f"{int(entries.get('copied', 0)):,}" for entries in described))
+    timings = [Timing.of(answer.server_timing) for answer in answers]
+    for step in STEPS:
+        if any(step in timing.steps_ms for timing in timings):
+            found = (timing.steps_ms.get(step) for timing in timings)
+            table.add_row(step, *("" if ms is None else f"{ms:.1f}" for ms in found))
+    table.add_row("total", *(f"{timing.total_ms:.1f}" for timing in timings))
+    table.add_row("cache", *(timing.described.get("cache", "") for timing in timings))
+    table.add_row("bytes copied", *(f"{int(timing.described.get('copied', 0)):,}" for timing in timings))
     console.print(table)
     console.print("Streaming responses show the steps that were complete when the headers were sent.")
 

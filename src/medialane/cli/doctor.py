@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -93,8 +94,24 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
+_EPILOG = """\
+With --request nothing of this machine is checked: a running gateway is sent a text and, if its model takes images, a
+new one. A table says in which step their time was spent. Steps follow each other, but for the indented ones, which are
+parts of others: what is long, and what shortens it, is in docs/guides/tuning.md. Send it twice: the first request
+finds processes that have slept, or nothing loaded. A key is taken from VLLM_API_KEY or MEDIALANE_API_KEYS.
+
+examples:
+  medialane doctor Qwen/Qwen2.5-VL-3B-Instruct
+  medialane doctor --request
+  VLLM_API_KEY=... medialane doctor my-model --request http://10.0.0.1:8000"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="also check how this model's media would be handled")
+    parser.epilog = _EPILOG
+    text = "also check how this model's media would be handled; with --request, the model to ask (default: the first)"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
+    text = "send a request to a running gateway (default: the one at --host and --port), and print where its time goes"
+    parser.add_argument("--request", metavar="URL", nargs="?", const="", help=text)
     parser.add_argument("--join", metavar="HOST:PORT,...", help="also try to reach the gateways that workers here join")
     parser.add_argument("--json", action="store_true", help="print findings as JSON, for a report")
     add_settings(parser, ("server", "arena"))
@@ -104,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding; 1 if one of them is a failure, otherwise 0. Raises StartupFailed for invalid settings, and
     for a model or flags of vLLM with which `medialane serve` would not start."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
+    if args.request is not None:
+        return asyncio.run(_explain(args, config))
     _check_arguments(args.model, args.vllm_args)
     if not args.json:
         print("looking at this machine" + (" and the model: this takes a minute or two" if args.model else ""))
@@ -117,6 +136,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_findings(findings)
     return int(any(finding.verdict == "fail" for _, finding in findings))
+
+
+async def _explain(args: argparse.Namespace, config: Config) -> int:
+    if args.vllm_args or args.join is not None:
+        raise StartupFailed("--request checks nothing of this machine: leave out --join and flags after `--`")
+    from medialane.cli.request_steps import explain
+    from medialane.gateway import client_keys
+
+    url = args.request or f"http://{config.server.host}:{config.server.port}"
+    keys = client_keys(config.gateway, process_environ())
+    return await explain(url, model=args.model, key=keys[0] if keys else "", as_json=args.json)
 
 
 def _check_arguments(model: str | None, vllm_args: Sequence[str]) -> None:

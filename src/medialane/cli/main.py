@@ -70,7 +70,7 @@ COMMANDS = {
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
     "workers": Command("workers", "list and drain the workers of running gateways"),
     "reload": Command("settings", "have running gateways read keys, certificates and log level again"),
-    "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
+    "doctor": Command("doctor", "check this machine, or where the time of a request goes", f"[MODEL] {_VLLM}"),
 }
 
 _EPILOG = """\

@@ -292,8 +292,8 @@ async def read_state(url: str, *, key: str = "", verify: bool = True, timeout_s:
     """Ask the gateway at a base URL, with the `key` of its metrics; `verify` its certificate, if it has one. Raises
     StartupFailed."""
     async with gateway_at(url, key, verify=verify, timeout_s=timeout_s) as gateway:
-        health_status, health = await gateway.fetch("GET", "/health")
-        status, metrics = await gateway.fetch("GET", "/metrics")
+        health_status, health, _ = await gateway.fetch("GET", "/health")
+        status, metrics, _ = await gateway.fetch("GET", "/metrics")
     url = gateway.url
     if status in {401, 403}:
         wrong = "does not accept this key" if key else "needs a key"

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -167,7 +167,7 @@ def base_url(url: str) -> str:
     root, question, query = url.partition("?")
     root = root.rstrip("/").removesuffix("/v1").removesuffix("/medialane")
     if not root.startswith(("http://", "https://")):
-        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
+        raise StartupFailed(f"{url}: not a URL such as http://127.0.0.1:8000")
     return f"{root}{question}{query}"
 
 
@@ -190,6 +190,14 @@ def add_gateway(parser: argparse.ArgumentParser) -> None:
     add_insecure(parser)
 
 
+class Fetched(NamedTuple):
+    """A response."""
+
+    status: int
+    body: bytes
+    server_timing: str
+
+
 class GatewayAdmin:
     """The gateway at the base URL `url`, and its administrative interface."""
 
@@ -198,13 +206,15 @@ class GatewayAdmin:
         self.url = url
         self._has_key = has_key
 
-    async def fetch(self, method: str, path: str) -> tuple[int, bytes]:
-        """Return status and body of a response. Raises StartupFailed: GatewayNotAnswering if there is none."""
+    async def fetch(self, method: str, path: str, document: object = None) -> Fetched:
+        """Return the response to a request with this JSON, if it is not None. Raises StartupFailed: GatewayNotAnswering
+        if there is none."""
         try:
-            async with self._session.request(method, endpoint(self.url, path)) as response:
-                return response.status, await response.read()
+            async with self._session.request(method, endpoint(self.url, path), json=document) as response:
+                timing = response.headers.get("server-timing", "")
+                return Fetched(response.status, await response.read(), timing)
         except aiohttp.InvalidURL as error:
-            raise StartupFailed(f"--gateway {self.url}: not a URL such as http://127.0.0.1:8000") from error
+            raise StartupFailed(f"{self.url}: not a URL such as http://127.0.0.1:8000") from error
         except TimeoutError as error:
             late = f"has not answered within {self._session.timeout.total:g} s"
             raise GatewayNotAnswering(f"the gateway at {self.url} {late}") from error
@@ -213,7 +223,7 @@ class GatewayAdmin:
 
     async def ask(self, kind: type[T], method: str, path: str) -> T:
         """Return the response, decoded. Raises StartupFailed: GatewayNotAnswering if there is none."""
-        status, body = await self.fetch(method, path)
+        status, body, _ = await self.fetch(method, path)
         if status != 200:
             raise StartupFailed(self._reason(status, body))
         try:
@@ -226,7 +236,7 @@ class GatewayAdmin:
             wrong = "does not accept this key" if self._has_key else "needs a key"
             what = f"the gateway at {self.url} {wrong} for administrative calls"
             return f"{what}: set MEDIALANE_ADMIN_KEY (that of a client if the server has no other), or --{_KEY_FILE}"
-        if message := _message(body):
+        if message := error_message(body):
             return message
         if status in (404, 405):
             return f"{self.url} {_NOT_OURS}"
@@ -274,7 +284,7 @@ async def gateway_at(
         yield GatewayAdmin(session, url, has_key=bool(key))
 
 
-def _message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Return the message of an error response; empty if it is not one of ours."""
     try:
         document: Any = msgspec.json.decode(body)

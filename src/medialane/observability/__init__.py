@@ -26,13 +26,15 @@ from medialane.observability.logging import (
     unchanged_levels,
 )
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import MAX_STEPS, RequestTimeline, TimelineReport
+from medialane.observability.timeline import INNER_STEPS, MAX_STEPS, STEPS, RequestTimeline, StepName, TimelineReport
 from medialane.observability.worker_metrics import MetricMirror, MetricReader, engine_metrics
 
 __all__ = [
     "ACCESS_LOGGER",
+    "INNER_STEPS",
     "MAX_STEPS",
     "REPORTED_ERROR",
+    "STEPS",
     "JsonFormatter",
     "LimitedHandler",
     "LoggingConfig",
@@ -41,6 +43,7 @@ __all__ = [
     "Metrics",
     "PlainFormatter",
     "RequestTimeline",
+    "StepName",
     "TimelineReport",
     "as_text",
     "configure",

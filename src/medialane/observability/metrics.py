@@ -36,11 +36,13 @@ class Metrics:
         self._collectors: list[tuple[CollectorRegistry, Collector]] = []
         self.step_seconds = self._histogram(
             "medialane_stage_seconds",
-            "Duration of each step of a request; the slowest of several items counts. Steps overlap and leave gaps:"
-            " they do not add up to medialane_request_seconds",
+            "Duration of each step of a request. fetch, decode and process (of the slowest item) are parts of store,"
+            " first_token is transit, queue and prefill; the others add up to medialane_request_seconds",
             "stage",
             buckets=_STEP_BUCKETS,
         )
+        #: A look-up by label takes as long as the observation.
+        self._by_step: dict[str, Histogram] = {}
         self.request_seconds = self._histogram(
             "medialane_request_seconds",
             "From a POST request's header at the gateway to the end of its response, refused and failed requests"
@@ -142,8 +144,10 @@ class Metrics:
 
     def observe(self, timeline: RequestTimeline, ttft_ms: float | None = None) -> None:
         """Record a request that has ended, with the time to its first token if it had one."""
-        for step, seconds in timeline.seconds.items():
-            self.step_seconds.labels(step).observe(seconds)
+        for step, seconds in timeline.durations().items():
+            if (observed := self._by_step.get(step)) is None:
+                observed = self._by_step[step] = self.step_seconds.labels(step)
+            observed.observe(seconds)
         self.request_seconds.observe(time.perf_counter() - timeline.started_at)
         if ttft_ms is not None:
             self.time_to_first_token_seconds.observe(ttft_ms / 1000)

@@ -256,7 +256,7 @@ async def test_other_servers_are_refused(serve, pages, reason):
 
 
 async def test_what_is_no_url_is_refused():
-    with pytest.raises(StartupFailed, match="--gateway localhost:8000: not a URL such as http://"):
+    with pytest.raises(StartupFailed, match="localhost:8000: not a URL such as http://"):
         await read_state("localhost:8000")
 
 

@@ -234,7 +234,7 @@ async def test_media_extraction_error_response_names_the_field():
 async def test_every_response_has_timings():
     exchange = await Exchange(App(status=500)).run(BODY)
     steps = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
-    assert steps == ["upload", "intake", "cache", "copied", "total"]
+    assert steps == ["upload", "intake", "parse", "cache", "copied", "total"]
 
 
 async def test_scope_closes_when_the_app_raises():
@@ -309,7 +309,7 @@ async def test_requested_report_is_in_the_response():
         "mm_hash": "h",
         "num_tokens": 4,
     }
-    assert found["medialane"]["times_ms"].keys() == {"upload", "intake"}
+    assert found["medialane"]["times_ms"].keys() == {"upload", "intake", "parse"}
 
 
 async def test_response_without_requested_report_is_unchanged():

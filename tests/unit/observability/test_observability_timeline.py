@@ -74,9 +74,57 @@ def test_server_timing_is_a_list_of_metrics_in_milliseconds():
     assert "embeddings" not in timeline.server_timing()
     timeline.num_embeddings = 2
     header = timeline.server_timing()
-    assert header.startswith("fetch;dur=12.50, ")
+    assert re.match(r"upload;dur=[0-9.]+, fetch;dur=12.50, ", header)
     assert 'embeddings;desc="2"' in header
     assert 'copied;desc="7"' in header
     token = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
     assert all(re.fullmatch(rf'{token};(dur=[0-9.]+|desc="[^"]*")', metric) for metric in header.split(", "))
     assert float(re.search(r"total;dur=([0-9.]+)", header)[1]) >= 0
+
+
+def waited(timeline, seconds):
+    """Let so much time pass for the current step."""
+    timeline.entered_at -= seconds
+
+
+def test_request_is_always_in_one_step_and_returns_to_what_it_has_entered():
+    timeline = RequestTimeline()
+    waited(timeline, 1)
+    timeline.enter("parse")
+    for _ in range(2):
+        with timeline.measure("render"):
+            waited(timeline, 2)
+            with timeline.measure("store"):
+                waited(timeline, 10)
+        waited(timeline, 0.5)
+    timeline.enter("answer")
+    waited(timeline, 4)
+    found = timeline.durations()
+    assert list(found) == ["upload", "parse", "render", "store", "answer"]
+    assert found == pytest.approx({"upload": 1, "parse": 1, "render": 4, "store": 20, "answer": 4}, abs=0.1)
+
+
+def test_steps_of_a_request_that_has_ended_take_no_more_time():
+    timeline = RequestTimeline()
+    timeline.end()
+    found = timeline.durations()
+    waited(timeline, 5)
+    timeline.end()
+    assert timeline.durations() == found
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "expected"),
+    [
+        (10, {"answer": 1, "prefill": 3, "queue": 2, "transit": 4}),
+        (2.5, {"answer": 1, "prefill": 1.5, "queue": 0, "transit": 0}),
+    ],
+)
+def test_wait_for_a_worker_is_divided_by_what_the_worker_says(waited_s, expected):
+    timeline = RequestTimeline()
+    timeline.enter("prefill")
+    waited(timeline, waited_s)
+    timeline.divide({"answer": 1.0, "prefill": 3.0, "queue": 2.0}, rest="transit")
+    timeline.enter("answer")
+    found = timeline.durations()
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=0.1)

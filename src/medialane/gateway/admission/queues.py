@@ -396,16 +396,12 @@ class Queues:
         return min(timeout_s, max(left_s - flow.first_token_s / 2, _LEAST_WAIT * left_s))
 
     async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
-        timeline = scope.timeline
-        before_s = timeline.seconds.get("admission", 0.0)
         try:
-            with timeline.measure("admission") as step:
+            with scope.timeline.measure("admission"):
                 return await queue.admit(request)
         except (QueueFull, QueueTimeout) as error:
             self._metrics.refused_requests.labels(request.flow.tenant, error.code).inc()
             raise
-        finally:
-            timeline.add("admission", before_s + step.seconds)  # one with media may wait twice
 
     def _have_engines_room(self, num_unsent: int) -> bool:
         # Else all gateways would send a request for the same room.

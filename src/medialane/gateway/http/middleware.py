@@ -273,6 +273,7 @@ class IntakeMiddleware:
         body = BodyBuffer(self._memory, declared)
         with request.timeline.measure("upload"):
             is_whole = await body.read(receive, self._fairness)
+        request.timeline.enter("intake")
         if not is_whole:
             body.release()
             return None
@@ -292,6 +293,7 @@ class IntakeMiddleware:
             queues.received(request)
             if not intake.refs:
                 await queues.render(request)
+        request.timeline.enter("parse")
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:

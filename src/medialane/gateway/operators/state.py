@@ -40,8 +40,8 @@ from medialane.types.stats import ArenaStats, MediaLeaseStats, PoolStats, Proces
 
 #: In the order in which requests are in them.
 STEPS = (
-    "upload", "intake", "admission", "fetch", "prepare", "decode", "process", "assemble", "encode", "route", "handover",
-    "queue", "prefill", "answer",
+    "upload", "intake", "admission", "parse", "render", "store", "fetch", "prepare", "decode", "process", "assemble",
+    "encode", "route", "handover", "transit", "queue", "prefill", "answer", "response",
 )  # fmt: skip
 #: Seconds over which a part has sums.
 WINDOW_S = 60.0

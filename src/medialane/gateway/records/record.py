@@ -18,7 +18,7 @@ from medialane.observability.timeline import MAX_STEPS, LiveStep, RequestTimelin
 from medialane.types.errors import ErrorReport, MedialaneError
 from medialane.types.feature import MediaSpan, MoverName, StagedItem
 from medialane.types.media import MediaRef, MediaSize
-from medialane.types.request import OutputDelta, RoutingDecision
+from medialane.types.request import EngineTimes, OutputDelta, RoutingDecision
 
 #: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
 Source = Literal["body", "url", "kept", "uuid", "features"]
@@ -182,6 +182,8 @@ class RequestRecord:
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.generated_tokens = 0
+        #: Prompts that have not been answered.
+        self.num_running = 0
         self.status: int | None = None
         self.error: RequestError | None = None
         self.first_token_at: float | None = None
@@ -213,7 +215,6 @@ class RequestRecord:
     def embedded(self, mm_hash: str, started_at: float) -> None:
         """Record that an encoder has had an item since then."""
         now = time.perf_counter()
-        self.timeline.add("encode", now - started_at)
         for item in self.items.values():
             if item.mm_hash == mm_hash:
                 item.timeline.add("encode", now - started_at, started_at)
@@ -230,6 +231,12 @@ class RequestRecord:
     def prompt_sent(self) -> None:
         """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
         self.timeline.enter("prefill" if self.streams else "answer")
+
+    def prompt_answered(self) -> None:
+        """Record that a prompt has its last output."""
+        self.num_running -= 1
+        if not self.num_running:
+            self.timeline.enter("response")
 
     def attempt_failed(self, worker: str, rank: int, path: HandoverPath | None, code: str) -> None:
         """Record that a prompt was not sent to this worker, or not answered there."""
@@ -260,6 +267,8 @@ class RequestRecord:
         several prompts, the one with the earliest first token counts, whichever answer is complete first."""
         sent_at, first_token_at = times
         first_token_ms = (first_token_at - sent_at) * 1000
+        if self.first_token_at is None:
+            self._divide(first.times)
         if self.first_token_at is None or first_token_at < self.first_token_at:
             self.first_token_at, self.first_token_ms = first_token_at, first_token_ms
             self.timeline.seconds["first_token"] = first_token_at - sent_at
@@ -285,6 +294,7 @@ class RequestRecord:
         if self.ended_at is not None:
             return
         self.ended_at = time.perf_counter()
+        self.timeline.end()
         if self.error is None and is_disconnected:
             self.error = RequestError("client_disconnected")
         if self.status is None:
@@ -334,6 +344,14 @@ class RequestRecord:
     @property
     def total_ms(self) -> float:
         return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
+
+    def _divide(self, times: EngineTimes | None) -> None:
+        """Divide the time since a prompt was sent, whose first output has come: without streaming the whole answer."""
+        if times is None:
+            self.timeline.divide({}, rest="prefill")
+        else:
+            queue_s, prefill_s, decode_s = times.queue_s, times.prefill_s, times.decode_s
+            self.timeline.divide({"answer": decode_s, "prefill": prefill_s, "queue": queue_s}, rest="transit")
 
     def _add_attempt(self, worker: str, rank: int, path: HandoverPath | None) -> Attempt:
         attempt = Attempt(worker, rank, path)

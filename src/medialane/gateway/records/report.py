@@ -102,7 +102,7 @@ def request_report(record: RequestRecord) -> bytes:
         transport=None if path is None else path.transport.name,
         movers=() if path is None or sent is None else sent.movers,
         routing=routing_of(record),
-        times_ms={name: round(seconds * 1000, 2) for name, seconds in record.timeline.seconds.items()},
+        times_ms={name: round(seconds * 1000, 2) for name, seconds in record.timeline.durations().items()},
         copied_bytes=record.timeline.copied_bytes,
     )
     return msgspec.json.encode(report)

@@ -302,7 +302,7 @@ class RequestTrace:
 
     def _usage(self) -> Attributes:
         """Return tokens and times, by the names of the conventions and by vLLM's older ones."""
-        record, seconds = self._record, self._record.timeline.seconds
+        record, seconds = self._record, self._record.timeline.durations()
         usage: Attributes = {"gen_ai.latency.e2e": record.total_ms / 1000}
         usage |= {"gen_ai.latency.time_in_queue": seconds["queue"]} if "queue" in seconds else {}
         usage |= {"gen_ai.latency.time_in_model_prefill": seconds["prefill"]} if "prefill" in seconds else {}

@@ -7,7 +7,7 @@ written once, when the request has ended, whatever ended it.
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -20,11 +20,10 @@ from medialane.gateway.records.record import (
     RequestError,
     RequestRecord,
     Source,
-    is_prepared,
 )
 from medialane.gateway.records.report import RoutingReport, routing_of
 from medialane.observability.logging import ACCESS_LOGGER
-from medialane.observability.timeline import LiveStep, RequestTimeline
+from medialane.observability.timeline import LiveStep, RequestTimeline, StepName
 
 logger = logging.getLogger(ACCESS_LOGGER)
 
@@ -134,7 +133,7 @@ def _item_view(item: ItemRecord) -> ItemView:
         outcome=item.outcome,
         embedding=item.embedding,
         stage=None if item.live is None else item.live.current,
-        stages_ms=_steps_ms(item.timeline, item.live, item.shared_ms),
+        stages_ms=_steps_ms(item.timeline.seconds, item.live, item.shared_ms),
         bytes=item.num_bytes or None,
         feature_bytes=item.feature_bytes or None,
         width=item.size.width or None,
@@ -152,19 +151,16 @@ def _attempt_view(attempt: Attempt) -> AttemptView:
 
 
 def _steps_of(record: RequestRecord) -> dict[str, float]:
-    steps = _steps_ms(record.timeline, None if record.ended_at is not None else record.waits_in, record.shared_ms)
-    if record.first_token_at is not None:
-        steps["answer"] = round(((record.ended_at or time.perf_counter()) - record.first_token_at) * 1000, 1)
-    return steps
+    live = record.waits_in
+    is_own = record.ended_at is not None or live is record.timeline
+    return _steps_ms(record.timeline.durations(), None if is_own else live, record.shared_ms)
 
 
-def _steps_ms(timeline: RequestTimeline, live: RequestTimeline | None, shared_ms: float) -> dict[str, float]:
+def _steps_ms(seconds: Mapping[StepName, float], live: RequestTimeline | None, shared_ms: float) -> dict[str, float]:
     """Return the milliseconds of each step; of the current one of `live`, those so far. `shared_ms` are those in which
     another request's preparation was waited for."""
-    steps: dict[str, float] = {
-        name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
-    }
-    if shared_ms >= _LEAST_MS and not is_prepared(timeline):
+    steps: dict[str, float] = {name: round(s * 1000, 1) for name, s in seconds.items() if name != "first_token"}
+    if shared_ms >= _LEAST_MS and not ("decode" in seconds or "process" in seconds):
         steps["prepare"] = round(shared_ms, 1)
     if live is not None:
         steps[live.current] = round(live.current_ms, 1)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -153,7 +153,8 @@ class AppBackend:
     async def by_uuid(self, url: str) -> MediaRef:
         scope = current_scope()
         self._admission.admit(scope)
-        return await self._store_items.resolve(scope.resolve(url))
+        with scope.timeline.measure("store"):
+            return await self._store_items.resolve(scope.resolve(url))
 
     def admit(self, scope: RequestScope) -> None:
         """Count a request with media until its scope ends. Raises MediaOverloaded."""
@@ -175,6 +176,9 @@ class AppBackend:
     @property
     def salt(self) -> str | None:
         return current_scope().text_salt
+
+    def rendering(self) -> AbstractContextManager[object]:
+        return current_scope().timeline.measure("render")
 
     @while_connected
     async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
@@ -209,7 +213,8 @@ class AppBackend:
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
         scope, options = current_scope(), prepared.source.options
         for ref in prepared.source.items:
-            await self._store_items.refer(ref, options, scope.timeline, ImageBudget(self._assembly, options))
+            with scope.timeline.measure("store"), scope.record.finding(ref) as timeline:
+                await self._store_items.refer(ref, options, timeline, ImageBudget(self._assembly, options))
         return [f"{FEATURE_SCHEME}{placed.feature.mm_hash}" for placed in prepared.features]
 
     @while_connected
@@ -230,7 +235,7 @@ class AppBackend:
         """Return the feature of tensors that a client has sent, under a key of ours."""
         scope = self._admitted()
         self._check_stage(ref)
-        with scope.record.finding(ref) as timeline:
+        with scope.timeline.measure("store"), scope.record.finding(ref) as timeline:
             found = await self._store_items.put(ref, item, timeline)
         keep(found, scope)
         return found
@@ -263,7 +268,7 @@ class AppBackend:
         self._check_stage(ref)
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.preparation)
-        with scope.record.finding(ref) as timeline:
+        with scope.timeline.measure("store"), scope.record.finding(ref) as timeline:
             item = await self._store_items.processed(named, b"{}", timeline, budget, encoder=encoder)
         keep(item, scope)
         return item
@@ -327,7 +332,8 @@ class AppBackend:
     async def _prepared(
         self, prompt: MediaPrompt, stage: Stage, media: RequestMedia, scope: RequestScope, *, describes: bool = False
     ) -> PreparedPrompt:
-        items = await (media.described() if describes else media.in_stage(stage.name))
+        with scope.timeline.measure("store"):
+            items = await (media.described() if describes else media.in_stage(stage.name))
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
             scope.record.prepared(items)
@@ -349,7 +355,8 @@ class AppBackend:
         self._admission.admit(scope)
         ref = msgspec.structs.replace(scope.resolve(url), io=audio_io(sample_rate))
         media = RequestMedia(MediaPrompt([], (ref,)), self._store_items, scope, self._assembly)
-        (item,) = await media.in_stage("decoded")
+        with scope.timeline.measure("store"):
+            (item,) = await media.in_stage("decoded")
         _charge(scope, wave_size(item.feature.size.num_samples))
         return await self._store_items.wave(self._store_items.samples(item.feature), sample_rate)
 

@@ -152,6 +152,7 @@ class RequestRunner:
         Raises MedialaneError.
         """
         scope = current_scope()
+        scope.record.num_running += 1
         try:
             async with scope.connected():
                 call = await self._admit(request, prepared, scope, continuable)
@@ -161,6 +162,7 @@ class RequestRunner:
                     async for delta in deltas:
                         answer.add(delta)
                         yield delta
+                scope.record.prompt_answered()
                 return
             except WorkerLost as error:
                 if not attempts.has_begun:
@@ -171,6 +173,7 @@ class RequestRunner:
                 async for delta in deltas:
                     num_left -= delta.finished
                     yield answer.continued(delta, is_last=not num_left)
+            scope.record.prompt_answered()
         except MedialaneError as error:
             # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
             scope.fail(self._for_client(error), app_responds=isinstance(error, PromptRejected))
@@ -222,6 +225,7 @@ class RequestRunner:
         scope.timeline.enter("encode")
         headers = None if scope.trace is None else scope.trace.headers
         embedded = await encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
+        scope.timeline.enter("parse")
         if not embedded:
             return prepared
         features = await prepared.media.with_embeddings(embedded)
@@ -470,11 +474,9 @@ class Attempts:
         nothing of the client's."""
         self.has_begun = True
         self._end_turn()
-        call, timeline = self.call, self.call.scope.timeline
+        call = self.call
         first_at = now = time.perf_counter()
         if first.times is not None:
-            timeline.add("queue", first.times.queue_s)
-            timeline.add("prefill", first.times.prefill_s)
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if self._lost is not None:

@@ -252,6 +252,7 @@ class Frontend:
         self._segments = install_segment_cache(self.renderer, backend, self._splitter, token_cache_bytes)
         tasks, app = self._app(tasks)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
+        renderer_hook.measure_rendering(self.renderer, backend)
         validate_in_thread()
         count_media_tokens_by(expected_num_tokens)
         replace_authentication(app, access)

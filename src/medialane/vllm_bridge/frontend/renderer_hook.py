@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
@@ -57,7 +57,7 @@ from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import canonical_options
 from medialane.types.media import MediaRef, Modality
 from medialane.vllm_bridge.frontend.render import HashFactors, current_answer
-from medialane.vllm_bridge.frontend.request_backend import Generation, MediaReferences, RequestBackend
+from medialane.vllm_bridge.frontend.request_backend import Generation, MediaReferences, Rendering, RequestBackend
 from medialane.vllm_bridge.items.mistral_chat import tokenizes_blanks
 from medialane.vllm_bridge.items.options import check_options, check_processor_options, final_io, item_options, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
@@ -254,6 +254,20 @@ def _check_not_repeated(refs: list[MediaRef]) -> None:
         places.add(place)
 
 
+def measure_rendering(renderer: BaseRenderer, backend: Rendering) -> None:
+    """Have `backend` measure how long chats and prompts are rendered, with their media."""
+
+    def measured(render: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def rendered(*args: Any, **kwargs: Any) -> Any:
+            with backend.rendering():
+                return await render(*args, **kwargs)
+
+        return rendered
+
+    renderer.render_chat_async = measured(renderer.render_chat_async)
+    renderer.render_cmpl_async = measured(renderer.render_cmpl_async)
+
+
 #: Bounds a single call: tokenizing this much takes about 1 ms.
 MAX_TEXT_BYTES = 4096
 
@@ -263,7 +277,7 @@ MAX_LOOP_S = 0.004
 Submit = Callable[..., Any]
 
 
-def install_inline_rendering(renderer: BaseRenderer, backend: MediaReferences) -> None:
+def install_inline_rendering(renderer: BaseRenderer, backend: Rendering) -> None:
     """Render the short prompts of `backend`'s requests on the event loop, if that takes no longer with media."""
     if tokenizes_blanks(renderer):
         return
@@ -273,7 +287,7 @@ def install_inline_rendering(renderer: BaseRenderer, backend: MediaReferences) -
 class InlineRendering:
     """Replaces `submit` of the renderer's executor, which is called on the event loop only."""
 
-    def __init__(self, submit: Submit, backend: MediaReferences) -> None:
+    def __init__(self, submit: Submit, backend: Rendering) -> None:
         self._submit = submit
         self._backend = backend
         self._in_thread: list[Future[Any]] = []

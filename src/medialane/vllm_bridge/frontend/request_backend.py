@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +66,10 @@ class MediaReferences(Protocol):
         Raises MedialaneError."""
         ...
 
+
+class Rendering(Protocol):
+    """How the prompts of the current request are rendered."""
+
     @property
     def text_bytes(self) -> int | None:
         """Size of the current request's JSON body without its media; None if the request has no such body."""
@@ -75,6 +79,10 @@ class MediaReferences(Protocol):
     def salt(self) -> str | None:
         """What only requests of the current one's owner and `cache_salt` have: others find nothing that it caches.
         None if intake has not parsed the body: nothing is cached."""
+        ...
+
+    def rendering(self) -> AbstractContextManager[object]:
+        """Measure the block, in which a prompt is rendered."""
         ...
 
 
@@ -137,5 +145,5 @@ class Generation(Protocol):
         ...
 
 
-class RequestBackend(PromptMedia, MediaReferences, ClientFeatures, Generation, Protocol):
+class RequestBackend(PromptMedia, MediaReferences, Rendering, ClientFeatures, Generation, Protocol):
     """All that the app needs of a gateway; what needs less says so."""

@@ -45,7 +45,7 @@ from transformers import TokenizersBackend
 from vllm.renderers import BaseRenderer
 
 from medialane.types.stats import SegmentStats
-from medialane.vllm_bridge.frontend.request_backend import MediaReferences
+from medialane.vllm_bridge.frontend.request_backend import Rendering
 from medialane.vllm_bridge.seams.multimodal import tokenize_by
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def _trial_texts(tokens: Sequence[AddedToken]) -> list[str]:
 
 
 def install_segment_cache(
-    renderer: BaseRenderer, backend: MediaReferences, splitter: SegmentSplitter | None, max_bytes: int
+    renderer: BaseRenderer, backend: Rendering, splitter: SegmentSplitter | None, max_bytes: int
 ) -> SegmentCache | None:
     """Have this renderer join the ids of its prompts from segments, those of earlier prompts of `backend` included;
     None, and nothing is changed, without splitter or memory."""
