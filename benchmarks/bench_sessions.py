@@ -144,8 +144,8 @@ def _ttft_s(held: list[Held], *, later: bool) -> float:
 
 
 def _bars(name: str, found: Found, shape: Shape) -> list[Bar]:
-    """Against whichever peer is better. Text has no bar but right answers: those of the model's own processor, which
-    the Rust front end does not use."""
+    """Against whichever peer is better. Text has no bar but right answers. Those of the Rust front end differ: it ends
+    an answer with the incomplete character that others leave out, which is then part of the next request."""
     same = min(share for peer in (ROUND_ROBIN, SMG) for share in found.same[peer])
     bars = [Bar(f"{name}: share of answers that equal the peers'", same, 1.0, "at least")]
     if shape.num_images:
