@@ -60,7 +60,7 @@ async def test_too_long_prompt_is_refused_as_by_plain_vllm(server):
     body = {"model": server.model, "messages": [message], "max_completion_tokens": 8}
     response = await server.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
-    assert "at least 8185 input tokens" in response.json()["error"]["message"]
+    assert "at least 8193 input tokens" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", family_params())

@@ -58,8 +58,7 @@ def segment_metrics(stats: SegmentStats) -> Iterator[Metric]:
     text = (
         "Characters of prompts that have at least 256, by where their tokens are from: cached (earlier prompts) or new"
     )
-    by_source = {"cached": stats.num_cached, "new": stats.num_new}
-    yield _counter("medialane_prompt_characters", text, "tokens", by_source)
+    yield _counter("medialane_prompt_characters", text, "tokens", {"cached": stats.num_cached, "new": stats.num_new})
     yield GaugeMetricFamily("medialane_token_cache_bytes", "Memory of tokens of earlier prompts", value=stats.num_bytes)
 
 
