@@ -24,6 +24,7 @@ from medialane.observability import (
     prediction_metrics,
     queue_metrics,
     routing_metrics,
+    segment_metrics,
     store_metrics,
     up_metrics,
     wait_metrics,
@@ -36,6 +37,7 @@ from medialane.types.stats import (
     PullStats,
     QueueStats,
     RoutingStats,
+    SegmentStats,
     StoreStats,
     WaitStats,
 )
@@ -76,6 +78,7 @@ def _watch_all(metrics: Metrics) -> None:
     metrics.watch(lambda: routing_metrics(routing))
     metrics.watch(lambda: prediction_metrics(["image"]))
     metrics.watch(lambda: queue_metrics({"engine": QueueStats(0, 0.0, 0.0)}))
+    metrics.watch(lambda: segment_metrics(SegmentStats()))
     metrics.watch(lambda: wait_metrics(WaitStats({"w": 0.0}, 0.0)))
     metrics.watch(lambda: store_metrics(_store()), of_host=True)
     metrics.watch(lambda: exit_metrics({"store": ProcessExits(1)}), of_host=True)

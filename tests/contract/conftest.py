@@ -116,7 +116,7 @@ def vllms_condition(monkeypatch):
 async def session_server(tiny_model):
     from app_server import Server
 
-    server = await Server.start(str(tiny_model))
+    server = await Server.start(str(tiny_model), token_cache_bytes=1 << 20)
     yield server
     await server.close()
 

@@ -86,6 +86,10 @@ class FakeReferences:
     def text_bytes(self):
         return current_scope().extracted.text_bytes
 
+    @property
+    def salt(self):
+        return current_scope().text_salt
+
     def rendering(self):
         return current_scope().timeline.measure("render")
 

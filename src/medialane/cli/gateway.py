@@ -66,6 +66,7 @@ from medialane.observability.collectors import (
     prediction_metrics,
     queue_metrics,
     routing_metrics,
+    segment_metrics,
     store_metrics,
     wait_metrics,
 )
@@ -477,6 +478,7 @@ class _Gateway:
             tasks=model_tasks,
             render_only=self._settings.render_only,
             render_payload=self._settings.default_payload,
+            token_cache_bytes=self._settings.token_cache_bytes,
             fairness=self._fairness,
         )
         self._siblings = group
@@ -493,6 +495,7 @@ class _Gateway:
         if (queues := backend.queues) is not None:
             metrics.watch(lambda: queue_metrics(queues.stats()))
         metrics.watch(lambda: wait_metrics(backend.waits()))
+        metrics.watch(lambda: segment_metrics(self._frontend.segment_stats))
 
 
 def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:

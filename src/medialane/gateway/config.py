@@ -68,6 +68,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """refuse requests with media but without cache_salt, for several tenants with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
     """largest request body without its media (--media-max-body-bytes: with them)"""
+    token_cache_bytes: NonNegativeInt = field(default=64 << 20, name="gateway-token-cache-bytes")
+    """most memory for tokens of earlier prompts, over all gateways of a port; 0: each turn of a chat is tokenized from
+    its start"""
     max_body_values: PositiveInt = field(default=20_000, name="gateway-max-body-values")
     """most JSON values in a request body, without token ids of a prompt"""
     max_body_depth: PositiveInt = field(default=100, name="gateway-max-body-depth")
@@ -145,6 +148,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self,
             max_requests=-(-self.max_requests // num_gateways),
+            token_cache_bytes=self.token_cache_bytes // num_gateways,
             max_bodies_bytes=max(-(-self.max_bodies_bytes // num_gateways), min(max_body_bytes, self.max_bodies_bytes)),
         )
 

@@ -17,6 +17,7 @@ from medialane.types.stats import (
     PullStats,
     QueueStats,
     RoutingStats,
+    SegmentStats,
     StoreStats,
     WaitStats,
 )
@@ -50,6 +51,15 @@ def queue_metrics(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
     yield _gauge("medialane_queue_seconds", text, "queue", {name: stats.expected_s for name, stats in queues.items()})
     text = "Wait of the oldest request that waits in this gateway"
     yield _gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
+
+
+def segment_metrics(stats: SegmentStats) -> Iterator[Metric]:
+    """Yield the series of the cache of prompts' tokens."""
+    text = (
+        "Characters of prompts that have at least 256, by where their tokens are from: cached (earlier prompts) or new"
+    )
+    yield _counter("medialane_prompt_characters", text, "tokens", {"cached": stats.num_cached, "new": stats.num_new})
+    yield GaugeMetricFamily("medialane_token_cache_bytes", "Memory of tokens of earlier prompts", value=stats.num_bytes)
 
 
 def wait_metrics(waits: WaitStats) -> Iterator[Metric]:

@@ -137,6 +137,14 @@ class WaitStats(msgspec.Struct, frozen=True):
     expected_s: float | None
 
 
+class SegmentStats(msgspec.Struct, frozen=True):
+    """Characters of prompts by whether their tokens were known from earlier ones, and the memory of what is known."""
+
+    num_cached: int = 0
+    num_new: int = 0
+    num_bytes: int = 0
+
+
 class RoutingStats(msgspec.Struct, frozen=True):
     """The router's state about workers' caches, its mispredictions, and its choices whose request was never sent; per
     worker the age of its last KV change and how often a snapshot replaced queued ones."""

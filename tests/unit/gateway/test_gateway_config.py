@@ -31,10 +31,10 @@ def test_invalid_setting_is_named(name, settings):
 
 
 def test_gateways_of_one_port_share_the_limits_of_the_host():
-    config = GatewayConfig(max_requests=10, max_bodies_bytes=1000, max_connections=50)
+    config = GatewayConfig(max_requests=10, max_bodies_bytes=1000, token_cache_bytes=1000, max_connections=50)
     assert config.share(1, max_body_bytes=64) == config
     share = config.share(4, max_body_bytes=64)
-    assert (share.max_requests, share.max_bodies_bytes) == (3, 250)
+    assert (share.max_requests, share.max_bodies_bytes, share.token_cache_bytes) == (3, 250, 250)
     assert share.max_connections == 50, "limited by the open files of each process"
     share.validate()
 

@@ -55,6 +55,7 @@ def extracted(document: object, config: MediaConfig = CONFIG):
 def test_payload_becomes_a_reference_and_its_bytes():
     found = extracted(chat({"type": "text", "text": "what?"}, image(PNG), cache_salt="tenant"))
     assert json.loads(found.body) == chat({"type": "text", "text": "what?"}, image("medialane:0"), cache_salt="tenant")
+    assert found.cache_salt == "tenant"
     (ref,) = found.refs
     assert (ref.modality, ref.data, ref.media_type) == ("image", PIXELS, "image/png")
     assert ref.param == "messages[0].content[1].image_url"

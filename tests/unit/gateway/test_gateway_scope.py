@@ -47,6 +47,21 @@ def test_resource_that_is_released_early_is_not_released_again():
     assert (early, log) == (["b"], ["b", "d", "c", "a"])
 
 
+@pytest.mark.parametrize("has_own_cache", [False, True])
+def test_text_is_found_by_requests_of_the_owner_with_the_same_salt(has_own_cache):
+    with open_scope() as scope:
+        scope.has_own_cache = has_own_cache
+        salts = []
+        for client, cache_salt in (("a", None), ("b", None), ("a", "x"), ("a", None)):
+            scope.client, scope.extracted = client, ExtractedMedia(text_bytes=9, cache_salt=cache_salt)
+            salts.append(scope.text_salt)
+        assert len(set(salts)) == 2 + has_own_cache
+        assert salts[0] == salts[3] != salts[2]
+        for extracted in (ExtractedMedia(), ExtractedMedia(text_bytes=9, parse_error="no JSON")):
+            scope.extracted = extracted
+            assert scope.text_salt is None
+
+
 def test_late_resource_is_released_immediately():
     log = []
     with open_scope() as scope:

@@ -55,8 +55,8 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     """The media of a body, and what is left of it. Reference n in `body` stands for `refs[n]`. A request keeps of the
     body its size, unless it is recorded (None: intake has not read it).
 
-    `wants_report` is whether the client requests a report on its media; `priority`, `model` and `stream` are vLLM's
-    fields. `has_id` is whether the client names the request by vLLM's `request_id`.
+    `wants_report` is whether the client requests a report on its media; `priority`, `model`, `stream` and `cache_salt`
+    are vLLM's fields. `has_id` is whether the client names the request by vLLM's `request_id`.
     `parse_error` is why the body could not be parsed for media, None if it was.
     """
 
@@ -68,6 +68,7 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     priority: int = 0
     model: str | None = None
     stream: bool = False
+    cache_salt: str | None = None
     has_id: bool = False
 
     def __repr__(self) -> str:
@@ -143,6 +144,7 @@ def extract(
         priority=priority_of(parsed.priority),
         model=model,
         stream=bytes(parsed.stream) == b"true",
+        cache_salt=cache_salt,
         has_id=parsed.request_id not in (ABSENT, NULL),
     )
 

@@ -173,6 +173,10 @@ class AppBackend:
     def text_bytes(self) -> int | None:
         return current_scope().extracted.text_bytes
 
+    @property
+    def salt(self) -> str | None:
+        return current_scope().text_salt
+
     def rendering(self) -> AbstractContextManager[object]:
         return current_scope().timeline.measure("render")
 

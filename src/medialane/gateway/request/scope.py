@@ -105,6 +105,12 @@ class RequestScope:
         """Return the salt of what the request caches and finds, for the `cache_salt` that its client has given."""
         return owner_salt(self.owner, given or "") if self.has_own_cache else given
 
+    @property
+    def text_salt(self) -> str | None:
+        """The salt of what its text caches and finds; None if intake has not parsed its body."""
+        is_unknown = self.extracted.text_bytes is None or self.extracted.parse_error is not None
+        return None if is_unknown else self.salt(self.extracted.cache_salt) or ""
+
     def owned(self, ref: MediaRef) -> MediaRef:
         """Return a reference of the request's body as one of its owner."""
         alias = None if ref.alias is None else replace(ref.alias, owner=self.owner)

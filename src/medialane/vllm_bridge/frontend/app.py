@@ -35,11 +35,13 @@ from medialane.types.errors import InvalidFeature, MedialaneError, PromptRejecte
 from medialane.types.feature import Feature, PlaceholderRange
 from medialane.types.hashing import digest
 from medialane.types.media import MODALITIES, Modality, StageName
+from medialane.types.stats import SegmentStats
 from medialane.vllm_bridge.engine.plugin import show_vllm_lines
 from medialane.vllm_bridge.frontend import client_features, event_template, pooling_endpoints, render, renderer_hook
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.http_server import check_http
 from medialane.vllm_bridge.frontend.request_backend import Generation, RequestBackend
+from medialane.vllm_bridge.frontend.segment_cache import SegmentCache, install_segment_cache, splitter_of
 from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, normalization_of
@@ -174,6 +176,8 @@ class Frontend:
             expand_marks(self.profile.processor)
         self.processor_settings = processor_settings(model_config, self.profile)
         self.assembler = _assembler(model_config, self.profile)
+        self._splitter = splitter_of(self.renderer.tokenizer)
+        self._segments: SegmentCache | None = None
         #: Without middleware stack and state. None for a model that is served for pooling: its tasks are the ones that
         #: its workers report.
         self.routes: FastAPI | None = None
@@ -210,6 +214,11 @@ class Frontend:
         return self.profile is not None
 
     @property
+    def segment_stats(self) -> SegmentStats:
+        """Of the app's prompts."""
+        return SegmentStats() if self._segments is None else self._segments.stats
+
+    @property
     def max_headers(self) -> int:
         """Maximum number of header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
@@ -228,6 +237,7 @@ class Frontend:
         tasks: tuple[str, ...] | None = None,
         render_only: bool = False,
         render_payload: render.Payload = "tensors",
+        token_cache_bytes: int = 0,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
@@ -235,10 +245,11 @@ class Frontend:
         `endpoints`, which respond themselves or raise MedialaneError; `probes` are health checks, by path, of which
         `/health` replaces vLLM's, which assumes one engine; `tasks` are the workers', by default what a model
         that generates supports. With `render_only` there are none, and calls that need one are refused. For
-        `render_payload` and `fairness` see `render.install`."""
+        `render_payload` and `fairness` see `render.install`. `token_cache_bytes` are for tokens of earlier prompts."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
+        self._segments = install_segment_cache(self.renderer, backend, self._splitter, token_cache_bytes)
         tasks, app = self._app(tasks)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
         renderer_hook.measure_rendering(self.renderer, backend)

@@ -75,6 +75,12 @@ class Rendering(Protocol):
         """Size of the current request's JSON body without its media; None if the request has no such body."""
         ...
 
+    @property
+    def salt(self) -> str | None:
+        """What only requests of the current one's owner and `cache_salt` have: others find nothing that it caches.
+        None if intake has not parsed the body: nothing is cached."""
+        ...
+
     def rendering(self) -> AbstractContextManager[object]:
         """Measure the block, in which a prompt is rendered."""
         ...

@@ -22,6 +22,7 @@ from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader, get_video_
 from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata, opencv
 from vllm.renderers import BaseRenderer
 from vllm.transformers_utils.processor import cached_get_processor, get_video_processor_cls_name
+from vllm.utils.async_utils import make_async
 from vllm.utils.mistral import is_mistral_tokenizer
 
 from medialane.types.errors import TooManyFrames
@@ -46,6 +47,25 @@ def submit_rendering_by(renderer: BaseRenderer, wrap: Callable[[Callable[..., An
     """Replace `submit` of the executor of chat templates and tokenizer by `wrap(submit)`."""
     executor = renderer._executor
     executor.submit = wrap(executor.submit)
+
+
+def tokenize_by(
+    renderer: BaseRenderer, salt: Callable[[], str | None], token_ids: Callable[[str, str, bool, int | None], Any]
+) -> None:
+    """Have this renderer's thread call `token_ids(text, salt, adds_special_tokens, max_length)` for the ids of a
+    prompt; None: it tokenizes itself, as where `salt`, called on the event loop, returns None, and prompts that are
+    truncated or need the offsets of their tokens."""
+    plain = renderer._tokenize_prompt
+
+    def tokenized(prompt: Any, params: Any, salt: str | None) -> Any:
+        ids = None
+        if salt is not None and params.truncate_prompt_tokens is None and not renderer._wants_offsets(prompt, params):
+            options = params.get_encode_kwargs()
+            ids = token_ids(prompt["prompt"], salt, options["add_special_tokens"], options["max_length"])
+        return plain(prompt, params) if ids is None else renderer._build_tokens_prompt(ids, prompt)
+
+    in_thread = make_async(tokenized, executor=renderer._executor)
+    renderer._tokenize_prompt_async = lambda prompt, params: in_thread(prompt, params, salt())
 
 
 def without_media_warm_up(renderer: BaseRenderer) -> None:

@@ -310,6 +310,23 @@ GROUPS: tuple[Group, ...] = (
             read vllm.renderers.base:_SwappableExecutor with submit in BaseRenderer.__init__ as _executor
         """),
     ),
+    _multimodal(
+        name="prompts' tokens",
+        purpose="a turn of a chat is joined from the tokens of its segments, most of which earlier turns had",
+        processes=("gateway",),
+        without="each turn of a chat is tokenized from its start",
+        instead="none; a tokenizer's wrapper would not know whose prompt it is",
+        tests=("tests/contract/test_segment_cache.py",),
+        seams=_seams("""
+            replace vllm.renderers.base:BaseRenderer._tokenize_prompt(self, prompt, params) in
+                BaseRenderer._tokenize_singleton_prompt_async as _tokenize_prompt_async
+            call vllm.renderers.base:BaseRenderer._tokenize_prompt(self, prompt, params)
+            call vllm.renderers.base:BaseRenderer._wants_offsets(self, prompt, params)
+            call vllm.renderers.base:BaseRenderer._build_tokens_prompt(token_ids, prompt)
+            read vllm.renderers.params:TokenizeParams with truncate_prompt_tokens, get_encode_kwargs
+            call vllm.utils.async_utils:make_async(func, executor)
+        """),
+    ),
     Group(
         name="tensors without values",
         purpose="prompts are expanded over tensors that have a shape, but no values to be read",
