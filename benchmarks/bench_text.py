@@ -33,7 +33,7 @@ ABOUT = "text through medialane, plain vLLM and vLLM's Rust front end: TTFT, req
 FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=16384")
 SHORT, LONG = "60 words", "8k tokens"
 _NUM_WORDS = {SHORT: 60, LONG: 5000}
-#: By prompt and number of clients. 32 clients with long prompts would wait for the engine alone, a second for each.
+#: By prompt and number of clients. 32 clients with long prompts would wait for the engine alone, 3 s for each request.
 _NUM_REQUESTS = {(SHORT, 1): 40, (SHORT, 8): 120, (SHORT, 32): 320, (LONG, 1): 2, (LONG, 8): 8}
 #: A conversation has 6,500 tokens at its end, and 23 kB.
 CHAT = Shape(num_users=6, num_turns=12, num_images=0, num_words=310)
