@@ -316,6 +316,12 @@ OVERVIEW: Rows = {
             ],
         ),
         graph(
+            "Characters of prompts by the source of their tokens",
+            "Of prompts with 256 or more: cached were tokenized for an earlier prompt, as a chat's earlier turns.",
+            [(rate("medialane_prompt_characters_total", by="tokens"), "{{tokens}}")],
+            stacked=True,
+        ),
+        graph(
             "HTTP responses by status",
             "API requests by class of status.",
             [(rate("http_requests_total", by="status"), "{{status}}")],

@@ -108,6 +108,7 @@ def test_each_series_of_the_gateway_and_its_host_is_on_a_dashboard(known):
         "medialane_store_embedding_ranges",
         "medialane_store_leased_media",
         "medialane_store_pulls_total",
+        "medialane_token_cache_bytes",
         "medialane_worker_kv_usage_ratio",
         "medialane_worker_waiting",
     }

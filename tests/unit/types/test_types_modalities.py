@@ -45,6 +45,7 @@ TABLES = {
 #: Files that name a modality and need no change for a new one, and why.
 ABOUT_ONE_MODALITY = {
     "cli/demo.py": "the demo's images",
+    "cli/request_steps.py": "the new image of `doctor --request`",
     "cli/serve.py": "the example of a request",
     "tools/check/kinds/speech.py": "speech",
     "gateway/request/app_backend.py": "publishing decoded images",
