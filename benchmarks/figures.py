@@ -79,7 +79,7 @@ _HEADLINES = (
     Headline("serve", "1024x768 repeated c=8: req/s / plain", "Requests/s, a repeated 1024x768 image, 8 clients"),
     Headline("serve", "512x384 repeated c=8: req/s / plain", "Requests/s, a repeated 512x384 image, 8 clients"),
     Headline("serve", "1024x768 new c=1: CPU per request / plain", "CPU per request, a new 1024x768 image, 1 client"),
-    Headline("text", "60 words, 64 tokens, c=32: TTFT p50 / plain", "TTFT p50, text only, 32 clients"),
+    Headline("text", "60 words, 64 tokens, c=8: TTFT p50 / plain", "TTFT p50, text only, 8 clients"),
     Headline(
         "sessions",
         "two images of 1024x768, defaults: req/s / better peer",

@@ -133,6 +133,10 @@ class _Measured(msgspec.Struct):
     itls: list[list[float]]
 
 
+#: For all requests of one call.
+RUST_LOAD_S = 1800
+
+
 def send_by_rust(
     program: Path,
     base_url: str,
@@ -144,7 +148,7 @@ def send_by_rust(
     pids: Callable[[], list[int]],
 ) -> Answered:
     """Send `text_request`s, and measure, as `send` does, by `vllm-rs bench serve`, which takes less CPU time from the
-    servers. Not for the event loop. Raises RuntimeError if it or a request fails."""
+    servers. Not for the event loop. Raises RuntimeError if it or a request fails, subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
         prompts, result = Path(folder, "prompts.jsonl"), Path(folder, "result.json")
         prompts.write_bytes(b"".join(msgspec.json.encode({"prompt": text}) + b"\n" for text in texts))
@@ -173,7 +177,7 @@ def send_by_rust(
             "--save-detailed",
         ]
         before = cpu_seconds(pids())
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RUST_LOAD_S)
         cpu_s = cpu_seconds(pids()) - before
         if done.returncode:
             raise RuntimeError(f"vllm-rs bench serve: {done.stderr[-1000:]}")

@@ -34,15 +34,14 @@ from medialane.gateway.records import (
     series,
 )
 from medialane.gateway.workers.pool import WorkerPool
+from medialane.observability.timeline import STEPS, LiveStep
 from medialane.store import StoreLink
 from medialane.types.request import Endpoint, WorkerRole, WorkerState
 from medialane.types.stats import ArenaStats, MediaLeaseStats, PoolStats, ProcessKind
 
-#: In the order in which requests are in them.
-STEPS = (
-    "upload", "intake", "admission", "parse", "render", "store", "fetch", "prepare", "decode", "process", "assemble",
-    "encode", "route", "handover", "transit", "queue", "prefill", "answer", "response",
-)  # fmt: skip
+#: In the order in which requests are in them; an item that a preparer has is in `prepare`.
+_PLACE = STEPS.index("decode")
+LIVE_STEPS: tuple[LiveStep, ...] = (*STEPS[:_PLACE], "prepare", *STEPS[_PLACE:])
 #: Seconds over which a part has sums.
 WINDOW_S = 60.0
 #: Listed workers, running requests, decisions, and groups by tenant or origin.
@@ -286,7 +285,7 @@ class WorkersView(msgspec.Struct, frozen=True):
 
 
 class LiveView(msgspec.Struct, frozen=True):
-    """Requests that run, by what they wait for, in the order of STEPS."""
+    """Requests that run, by what they wait for, in the order of LIVE_STEPS."""
 
     num: int
     stages: dict[str, StepSums]
@@ -357,7 +356,7 @@ async def whole_state(
         caches=sum((step.caches for number, step in sums.steps.items() if number > since), start=CacheSums()),
         live=LiveView(
             sum(part.gateway.live or 0 for part in known),
-            {name: sums.stages[name] for name in STEPS if name in sums.stages},
+            {name: sums.stages[name] for name in LIVE_STEPS if name in sums.stages},
             sorted((view for part in known for view in part.live), key=attrgetter("received_at"))[:MAX_LIVE],
         ),
         rates=series(sums.steps, now),
