@@ -154,7 +154,7 @@ class PageIo(msgspec.Struct, frozen=True):
 class DocumentOptions(msgspec.Struct, frozen=True):
     """What a request wants of a document; empty or 0 means the operator's default.
 
-    `pages` are numbers and ranges, from 1 and inclusive: "1-3,7"; empty: all. More than `max_pages` of them, or than the
+    `pages` are numbers and ranges, from 1 and inclusive: "1-3,7"; empty: all. More than `max_pages`, or than the
     operator's limit, are refused. A page is rendered at `dpi`, or at the highest resolution at which it has at most
     `max_pixels` and the operator's limits of an image, if that is lower.
     """
