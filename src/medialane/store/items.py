@@ -199,7 +199,7 @@ class Items:
         with naming(ref := source.ref):
             content = await self._content(source, need_data=False)
             if (opened := self._documents.get(_document_key(ref, content, options))) is None:
-                content, pin = await self._encoded(source)
+                content, pin = await self._encoded(source, content)
                 with pin:
                     key = _document_key(ref, content, options)
                     opened = await self._opening.do(key, lambda: self._open(ref, content, options))
@@ -232,7 +232,7 @@ class Items:
             return content, MediaSize(width=page.width, height=page.height)
         if (size := self._sizes.get(_size_key(ref, content))) is not None:
             return content, size
-        content, pin = await self._encoded(source)
+        content, pin = await self._encoded(source, content)
         with pin:
             await self._admit(source, pin.value)
             size = await self._measuring.do(_size_key(ref, content), lambda: self._measure(ref, content))
@@ -388,10 +388,11 @@ class Items:
                 return embedded
         return self._arena.lookup(key, "processed")
 
-    async def _encoded(self, source: ItemSource) -> tuple[str, Pin[EncodedMedia]]:
-        """Return the encoded bytes, fetched or received if they are not cached."""
+    async def _encoded(self, source: ItemSource, known: str = "") -> tuple[str, Pin[EncodedMedia]]:
+        """Return the encoded bytes, fetched or received if they are not cached. `known` is the content hash that
+        `_content` has just returned."""
         for attempt in range(_MAX_ATTEMPTS):
-            content = await self._content(source, need_data=attempt > 0)
+            content = known if known and not attempt else await self._content(source, need_data=attempt > 0)
             if (pin := await self._stored(source, content)) is not None:
                 return content, pin
         raise ArenaFull(_TOO_SMALL)
