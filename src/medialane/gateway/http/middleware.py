@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,6 +45,7 @@ from medialane.gateway.intake import (
     extract_files,
     is_multipart,
     replay,
+    with_pages,
 )
 from medialane.gateway.records import (
     RecentRequests,
@@ -59,9 +60,9 @@ from medialane.gateway.request.scope import OpenRequests, RequestScope, current_
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
-from medialane.runtime.tasks import TAKER, LoopFairness
+from medialane.runtime.tasks import TAKER, LoopFairness, gather_or_cancel
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
-from medialane.types.media import MODALITIES
+from medialane.types.media import MODALITIES, DocumentOptions, MediaRef, OpenedDocument
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,6 +77,10 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 
 #: Requests a report, as does the body's member `medialane`.
 REPORT_HEADER = b"x-medialane-report"
+
+#: Has the store open a document of the current request. Raises MedialaneError, which names its field, and
+#: ClientDisconnected.
+OpenDocument = Callable[[MediaRef, DocumentOptions], Coroutine[object, object, OpenedDocument]]
 
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
@@ -187,7 +192,8 @@ class IntakeMiddleware:
     """Passes JSON bodies and forms to the app without their media. Every body is read within its limits.
 
     As the innermost middleware, it also replaces the app's responses to our errors, and adds the report to responses
-    for which the client requested one, before any other middleware compresses them.
+    for which the client requested one, before any other middleware compresses them. Documents are opened here, all of a
+    request at once: the app gets their pages.
 
     If a client disconnects while it sends, the request ends: the app never sees an incomplete body. If it disconnects
     later, the request's scope ends whatever the request waits for.
@@ -201,9 +207,10 @@ class IntakeMiddleware:
         fairness: LoopFairness,
         *,
         queues: Queues | None = None,
+        open_document: OpenDocument | None = None,
         keeps_bodies: bool = False,
     ) -> None:
-        """`queues` are what clients' requests wait in. With `keeps_bodies`, what is left of a body stays with its
+        """`queues` are what clients' requests wait in. Without `open_document`, documents are refused. With `keeps_bodies`, what is left of a body stays with its
         request until that ends, to be recorded."""
         self._app = app
         self._keeps_bodies = keeps_bodies
@@ -211,6 +218,7 @@ class IntakeMiddleware:
         self._config = config
         self._fairness = fairness
         self._queues = queues
+        self._open_document = open_document
         self._memory = BodyMemory(
             config.max_bodies_bytes, tenant_share=config.tenant_share, least_share=media.max_body_bytes
         )
@@ -237,6 +245,8 @@ class IntakeMiddleware:
             incoming = BoundedReceive(receive, limit, charge, self._config, keeps=not is_streamed)
             # This frame lives as long as the response, so it must not hold the original body.
             body = await self._extract(incoming, declared, charge, content_type) if is_read_here else None
+        except ClientDisconnected:
+            return
         except MedialaneError as error:
             request.fail(error)
             await send_error(_reporting(send, request), error, form)
@@ -282,9 +292,12 @@ class IntakeMiddleware:
         body.release()
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
+        intake = msgspec.structs.replace(intake, refs=tuple(map(request.owned, intake.refs)))
+        if intake.documents:
+            intake = await self._opened(intake, receive, request)
+            charge.set(intake.num_bytes)
         request.extracted = msgspec.structs.replace(
             intake,
-            refs=tuple(map(request.owned, intake.refs)),
             text_bytes=len(intake.body),
             body=intake.body if self._keeps_bodies else b"",
         )
@@ -295,6 +308,20 @@ class IntakeMiddleware:
                 await queues.render(request)
         request.timeline.enter("parse")
         return intake.body
+
+    async def _opened(self, intake: ExtractedMedia, receive: Receive, request: RequestScope) -> ExtractedMedia:
+        """Return what was extracted with the pages of its documents. Raises MedialaneError."""
+        if self._open_document is None:
+            message = "documents are not supported by this server: its model takes no images"
+            raise InvalidRequest(message, param=intake.refs[intake.documents[0].number].param)
+        with request.timeline.measure("store"), _ending_with_client(receive, request):
+            opened = await gather_or_cancel(
+                [self._open_document(intake.refs[sent.number], sent.options) for sent in intake.documents]
+            )
+        num_bytes = len(intake.body) + sum(len(page.text) for document in opened for page in document.pages)
+        work = partial(with_pages, intake, opened, self._media, self._config, references=request.references)
+        with request.timeline.measure("intake"):
+            return await self._fairness.run(num_bytes, work)
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:
         with request.timeline.measure("intake"):

@@ -12,7 +12,7 @@ Theory of operation. Four steps; none reads a media payload byte by byte in Pyth
    place is skipped, since the application behind us validates it. Values are views of the skeleton, so each has a
    position, and the position identifies the payload that was cut from it: no marker is needed that a client could
    forge.
-4. *Extract* (`places`). Each place becomes a `MediaRef`, and its string in the body a reference, by slices of the
+4. *Extract* (`places`, files in `documents`). Each place becomes a `MediaRef`, and its string in the body a reference, by slices of the
    original body: every other byte is forwarded unchanged, payloads cut from other strings included.
 
 medialane's extensions are read in the same pass: the options of an item next to its URL, and the body's member
@@ -40,6 +40,7 @@ from medialane.gateway.intake.extraction import (
     extract_files,
     form_fields,
     is_multipart,
+    with_pages,
 )
 from medialane.gateway.intake.limits import warm_up
 from medialane.gateway.intake.sent_features import placeholder_field
@@ -61,4 +62,5 @@ __all__ = [
     "placeholder_field",
     "replay",
     "warm_up",
+    "with_pages",
 ]
