@@ -210,8 +210,8 @@ class IntakeMiddleware:
         open_document: OpenDocument | None = None,
         keeps_bodies: bool = False,
     ) -> None:
-        """`queues` are what clients' requests wait in. Without `open_document`, documents are refused. With `keeps_bodies`, what is left of a body stays with its
-        request until that ends, to be recorded."""
+        """`queues` are what clients' requests wait in. Without `open_document`, documents are refused. With
+        `keeps_bodies`, what is left of a body stays with its request until that ends, to be recorded."""
         self._app = app
         self._keeps_bodies = keeps_bodies
         self._media = media
@@ -245,8 +245,6 @@ class IntakeMiddleware:
             incoming = BoundedReceive(receive, limit, charge, self._config, keeps=not is_streamed)
             # This frame lives as long as the response, so it must not hold the original body.
             body = await self._extract(incoming, declared, charge, content_type) if is_read_here else None
-        except ClientDisconnected:
-            return
         except MedialaneError as error:
             request.fail(error)
             await send_error(_reporting(send, request), error, form)
@@ -294,7 +292,10 @@ class IntakeMiddleware:
         request.received_at = time.perf_counter()
         intake = msgspec.structs.replace(intake, refs=tuple(map(request.owned, intake.refs)))
         if intake.documents:
-            intake = await self._opened(intake, receive, request)
+            try:
+                intake = await self._opened(intake, receive, request)
+            except ClientDisconnected:
+                return None
             charge.set(intake.num_bytes)
         request.extracted = msgspec.structs.replace(
             intake,

@@ -28,6 +28,7 @@ from medialane.gateway.intake.skeleton import (
     QUOTE,
     UNREADABLE,
     Edit,
+    Located,
     Skeleton,
     decode_members,
     first_byte,
@@ -193,7 +194,7 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
             raise InvalidRequest(f"this is no valid {self.kind}: {error}", param=self.param) from error
         heading = f"{sent.heading}\n" if sent.heading else ""
         if sent.text is not ABSENT:
-            return None, _text_edits(skeleton, place.start, place.end, sent.text, form, heading)
+            return None, _text_edits(place, skeleton.locate(sent.text), form, heading)
         url, media_type, data = self._content(skeleton, sent, config)
         kind = _named_kind(url or "", media_type, sent.heading) if data is None else _kind_of(data, media_type, config)
         if kind == "image":
@@ -221,7 +222,8 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         outer = self.param.removesuffix(".source")
         document = decode_item(part, _DOCUMENTS, outer)
         source = decode_item(document.source, _SOURCES, self.param)
-        if document.citations not in (ABSENT, NULL) and decode_members(document.citations).get("enabled") == b"true":
+        citations = {} if document.citations in (ABSENT, NULL) else decode_members(document.citations)
+        if bytes(citations.get("enabled", NULL)) == b"true":
             message = "citations are not supported: leave them out, or set enabled to false"
             raise InvalidRequest(message, param=f"{outer}.citations")
         heading = "\n".join(filter(None, (string_or_none(document.title), string_or_none(document.context))))
@@ -300,18 +302,15 @@ def _part_of(skeleton: Skeleton, param: str, form: PartForm) -> msgspec.Raw:
     return skeleton.value_at(path[:-1] if form.member else path)
 
 
-def _text_edits(
-    skeleton: Skeleton, start: int, end: int, text: msgspec.Raw, form: PartForm, heading: str
-) -> list[Edit]:
-    """Return the edits that leave of the part in [start, end) a heading and its text, whose bytes stay."""
-    inner = skeleton.locate(text)
+def _text_edits(part: Located, text: Located, form: PartForm, heading: str) -> list[Edit]:
+    """Return the edits that leave of a part a heading and its text, or its blocks, whose bytes stay."""
     headings = form.texts(heading)
-    if first_byte(text) == QUOTE:
+    if text.raw[0] == QUOTE:
         before, after = form.text.split(b"%b")
-        return [(start, inner.start, b",".join([*headings, before])), (inner.end, end, after)]
-    if not bytes(memoryview(text)[1:-1]).strip():
+        return [(part.start, text.start, b",".join([*headings, before])), (text.end, part.end, after)]
+    if not bytes(text.raw[1:-1]).strip():
         raise EmptyMedia("the document is empty")
-    return [(start, inner.start + 1, b"".join(part + b"," for part in headings)), (inner.end - 1, end, b"")]
+    return [(part.start, text.start + 1, b"".join(each + b"," for each in headings)), (text.end - 1, part.end, b"")]
 
 
 def _named_kind(url: str, media_type: str | None, name: str) -> Literal["pdf", "image"]:

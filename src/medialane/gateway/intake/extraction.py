@@ -134,26 +134,11 @@ def extract(
         return ExtractedMedia((), apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
     _check_num_items(by_prompt, config)
     report = wants_report(parsed.medialane)
-    refs: list[MediaRef] = []
-    edits: list[Edit] = []
-    documents: list[SentDocument] = []
-    prompts: list[int] = []
+    items = _Items()
     for prompt, places in enumerate(by_prompt):
         for place in places:
-            reference = f'"{references.text(len(refs))}"'.encode()
-            try:
-                found, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
-            except MedialaneError as error:
-                raise (error if error.param else error.at(place.param)) from error
-            if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
-                found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
-            edits += made
-            if isinstance(found, SentDocument):
-                documents.append(replace(found, number=len(refs)))
-                found = found.ref
-            if found is not None:
-                refs.append(found)
-                prompts.append(prompt)
+            items.add(place, prompt, skeleton, references, salt=cache_salt or "", config=config)
+    refs, edits = items.refs, items.edits
     if features is not None:
         edits.append(features.edit(skeleton, references, len(refs)))
         refs += [item.extract(skeleton, salt=cache_salt or "", config=config) for item in features.in_order]
@@ -173,9 +158,38 @@ def extract(
         stream=bytes(parsed.stream) == b"true",
         cache_salt=cache_salt,
         has_id=parsed.request_id not in (ABSENT, NULL),
-        documents=tuple(documents),
-        prompts=tuple(prompts) if documents else (),
+        documents=tuple(items.documents),
+        prompts=tuple(items.prompts) if items.documents else (),
     )
+
+
+class _Items:
+    """The items of a body, in order, with the prompt of each; its documents; and the edits that replace them."""
+
+    def __init__(self) -> None:
+        self.refs: list[MediaRef] = []
+        self.prompts: list[int] = []
+        self.documents: list[SentDocument] = []
+        self.edits: list[Edit] = []
+
+    def add(
+        self, place: Place, prompt: int, skeleton: Skeleton, references: References, *, salt: str, config: MediaConfig
+    ) -> None:
+        """Raises MedialaneError, which names a field."""
+        reference = f'"{references.text(len(self.refs))}"'.encode()
+        try:
+            found, made = place.extract(skeleton, reference, salt=salt, config=config)
+        except MedialaneError as error:
+            raise (error if error.param else error.at(place.param)) from error
+        if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
+            found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
+        self.edits += made
+        if isinstance(found, SentDocument):
+            self.documents.append(replace(found, number=len(self.refs)))
+            found = found.ref
+        if found is not None:
+            self.refs.append(found)
+            self.prompts.append(prompt)
 
 
 def with_pages(
@@ -211,7 +225,8 @@ def with_pages(
         sent, document = documents[number]
         written: list[bytes] = []
         for page, name in zip(document.pages, names, strict=True):
-            written += sent.form.texts((sent.heading if page is document.pages[0] else "") + page.text)
+            text = f"{text}\n" if (text := page.text.strip()) else ""
+            written += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
             written.append(sent.form.image % name)
         return b",".join(written)
 

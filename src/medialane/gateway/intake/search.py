@@ -48,8 +48,8 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class Part(msgspec.Struct, gc=False):
-    """A content part of a message. In Anthropic's API, `image` and `document` have a source, and `tool_result` has parts
-    of its own.
+    """A content part of a message. In Anthropic's API, `image` and `document` have a source, and `tool_result` has
+    parts of its own.
 
     The members that can contain media come first, in the order of `types.media.MODALITIES`.
     """
@@ -333,10 +333,10 @@ def _source_places(param: str, part: Part) -> list[Place]:
             *(place for k, each in parts_with_media(inner) for place in _in_part(f"{param}.source.content[{k}]", each)),
         ]
     source = decode_item(part.source, _SOURCES, f"{param}.source")
-    if string_or_none(source.type) == "url":
-        return [MediaPlace("image", f"{param}.source", source.url)] if is_filled(source.url) else []
-    media_type = string_or_none(source.media_type) or "image/jpeg"
-    return [MediaPlace("image", f"{param}.source", source.data, media_type=media_type)] if is_filled(source.data) else []
+    is_url = string_or_none(source.type) == "url"
+    string = source.url if is_url else source.data
+    media_type = None if is_url else string_or_none(source.media_type) or "image/jpeg"
+    return [MediaPlace("image", f"{param}.source", string, media_type=media_type)] if is_filled(string) else []
 
 
 def _file_place(param: str, part: Part) -> FilePlace | None:

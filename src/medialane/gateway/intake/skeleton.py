@@ -139,7 +139,6 @@ class Skeleton:
         escaped = self.data.find(b"\\", start, end) >= 0
         return Located(start + self._missing[first], end + self._missing[after], raw, payload, escaped)
 
-
     def value_at(self, path: tuple[str, ...]) -> msgspec.Raw:
         """Return a value by the names and indices that lead to it, of which there must be such members and elements.
         However many are asked for, each object and list is decoded once. Raises the exceptions in UNREADABLE."""
