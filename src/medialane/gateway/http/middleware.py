@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -146,6 +147,10 @@ class ScopeMiddleware:
             request.trace.end()
         if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
             self._metrics.observe(request.timeline, record.ttft_ms)
+            if record.num_documents:
+                self._metrics.documents.inc(record.num_documents)
+                for page in chain.from_iterable(record.documents.values()):
+                    self._metrics.document_pages.labels(page.outcome or "failed").inc()
         if request.error_code is not None:
             self._metrics.request_errors.labels(request.error_code).inc()
         if self._recorder is not None and (body := request.extracted.body):
@@ -290,6 +295,7 @@ class IntakeMiddleware:
         body.release()
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
+        num_documents = len(intake.documents)
         intake = msgspec.structs.replace(intake, refs=tuple(map(request.owned, intake.refs)))
         if intake.documents:
             try:
@@ -302,7 +308,7 @@ class IntakeMiddleware:
             text_bytes=len(intake.body),
             body=intake.body if self._keeps_bodies else b"",
         )
-        request.record.received(intake.refs, model=intake.model, streams=intake.stream)
+        request.record.received(intake.refs, model=intake.model, streams=intake.stream, num_documents=num_documents)
         if queues is not None:
             queues.received(request)
             if not intake.refs:

@@ -37,6 +37,7 @@ from medialane.gateway.intake.bodies import (
 from medialane.gateway.intake.extraction import (
     ExtractedMedia,
     check_salt,
+    data_bytes,
     extract,
     extract_files,
     form_fields,
@@ -56,6 +57,7 @@ __all__ = [
     "Buffer",
     "ExtractedMedia",
     "check_salt",
+    "data_bytes",
     "extract",
     "extract_files",
     "form_fields",
