@@ -95,6 +95,18 @@ class MediaRef(msgspec.Struct, frozen=True):
         return "document" if self.media_type == PDF_TYPE else self.modality
 
     @property
+    def page(self) -> PageIo | None:
+        """The page of a document that the item is; None if it is no page."""
+        return msgspec.json.decode(self.io, type=PageIo) if self.source == "document" and self.io != b"{}" else None
+
+    def identity(self, content: str) -> tuple[str, bytes]:
+        """Return what the keys of the item are made of that has this content hash: content and decoding options. A page
+        has the same ones in all documents, wherever it stands."""
+        if (page := self.page) is None:
+            return content, self.io
+        return page.digest, msgspec.json.encode((page.renderer, page.width, page.height))
+
+    @property
     def is_alias(self) -> bool:
         """Whether the client has sent only the item's alias."""
         return self.url is None and self.data is None
@@ -139,12 +151,17 @@ def audio_io(sample_rate: int) -> bytes:
 
 
 class PageIo(msgspec.Struct, frozen=True):
-    """Decoding options of a page of a document (`MediaRef.io`): its number, from 1, its resolution, and the version of
-    the library that renders it."""
+    """Decoding options of a page of a document (`MediaRef.io`): its number, from 1, and its pixels once it is rendered.
 
-    dpi: Annotated[int, msgspec.Meta(ge=1, le=MAX_DPI)]
+    `digest` covers all of the document that the page's pixels depend on, `renderer` is the version of the library that
+    renders it. These and the pixels identify the item: the same page of another document has the same features.
+    """
+
+    digest: str
+    height: _Count
     page: Annotated[int, msgspec.Meta(ge=1)]
     renderer: str
+    width: _Count
 
     def encode(self) -> bytes:
         """Return the options as canonical JSON."""
@@ -154,7 +171,7 @@ class PageIo(msgspec.Struct, frozen=True):
 class DocumentOptions(msgspec.Struct, frozen=True):
     """What a request wants of a document; empty or 0 means the operator's default.
 
-    `pages` are numbers and ranges, from 1 and inclusive: "1-3,7"; empty: all. More than `max_pages` of them, or than the
+    `pages` are numbers and ranges, from 1 and inclusive: "1-3,7"; empty: all. More than `max_pages`, or than the
     operator's limit, are refused. A page is rendered at `dpi`, or at the highest resolution at which it has at most
     `max_pixels` and the operator's limits of an image, if that is lower.
     """
