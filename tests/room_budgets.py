@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "medialane"
 BUDGETS = {
     "types": (3050, 12),
     "runtime": (1900, 9),
-    "observability": (1400, 6),
+    "observability": (1450, 6),
     "config": (850, 4),
     "wire": (2550, 11),
     "media": (4350, 18),
