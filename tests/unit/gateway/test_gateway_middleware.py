@@ -59,7 +59,9 @@ class Exchange:
         self._intake = Intake(app, config, MediaConfig(**limits))
         self._stack = ScopeMiddleware(self._intake, Metrics(self.registry))
 
-    async def run(self, *chunks, method="POST", headers=JSON, leaves=False, kind="http", path="/v1/chat/completions", stays=True):
+    async def run(
+        self, *chunks, method="POST", headers=JSON, leaves=False, kind="http", path="/v1/chat/completions", stays=True
+    ):
         messages = [
             {"type": "http.request", "body": chunk, "more_body": leaves or i < len(chunks) - 1}
             for i, chunk in enumerate(chunks)
