@@ -77,8 +77,8 @@ _LISTENING = with_cancellation(lambda: None).__code__
 def without_listening(app: FastAPI) -> None:
     """Have no handler of `app` listen for the client's disconnect, with two tasks more a request: the server cancels
     it."""
-    for route in app.routes:
-        handler: Any = route.dependant.call if isinstance(route, APIRoute) else None
+    for route in (route for route in app.routes if isinstance(route, APIRoute)):
+        handler: Any = route.dependant.call
         if getattr(handler, "__code__", None) is _LISTENING:
             route.dependant.call = handler.__wrapped__
 
