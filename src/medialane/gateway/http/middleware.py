@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 
 logger = logging.getLogger(__name__)
 
-#: For handlers that listen for the client's disconnect: they cancel their work themselves, without an error.
+#: For a handler that is cancelled to end its work.
 _OWN_END_S = 0.02
 
 #: llm-d's name of a request's longest time to first token.
@@ -264,13 +264,13 @@ class IntakeMiddleware:
             watching = _ending_with_client(receive, request)
             if not request.extracted.has_id and not header(scope, REQUEST_ID):  # which would replace the body's
                 scope = with_id(scope, request.record.id)
-            scope, receive = _with_length(scope, len(body)), replay(body, receive)
+            scope, receive = _for_app(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
         try:
             with watching:
                 await self._app(scope, receive, sender)
-        except ClientDisconnected:
-            return
+        except ClientDisconnected as error:
+            await sender.end(error)
         except Exception as error:  # replaced if the request has failed with our error; any other is raised
             if not await sender.fail_stream(error):
                 raise
@@ -341,19 +341,31 @@ class IntakeMiddleware:
 
 @contextmanager
 def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[None]:
-    """Disconnect the request's scope if the client disconnects during the block. `receive` has returned the body."""
+    """Cancel the block if the client disconnects during it, and raise ClientDisconnected. If it then goes on, what it
+    waits for ends by the request's scope. `receive` has returned the body."""
+    block = asyncio.current_task()
+    has_left = False
 
     async def watch() -> None:
+        nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
+        if block is not None:
+            has_left = block.cancel()
         await asyncio.sleep(_OWN_END_S)
         request.disconnect()
 
     watching = asyncio.get_running_loop().create_task(watch(), name="client-watch")
     try:
         yield
+    except asyncio.CancelledError:
+        if not has_left or block is None or block.cancelling() > 1:
+            raise
+        raise ClientDisconnected("the client has disconnected") from None
     finally:
         watching.cancel()
+        if has_left and block is not None:
+            block.uncancel()
 
 
 def _reporting(send: Send, request: RequestScope) -> Send:
@@ -416,6 +428,9 @@ def _check_declared(scope: Scope, limit: int) -> int:
     return length
 
 
-def _with_length(scope: Scope, length: int) -> Scope:
+def _for_app(scope: Scope, length: int) -> Scope:
+    """Return the scope with the length of the body that the app gets. By the version of ASGI, responses need not listen
+    for the client's disconnect, with two tasks more a stream: `_ending_with_client` does."""
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
-    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+    asgi = {**scope.get("asgi", {}), "spec_version": "2.4"}
+    return {**scope, "asgi": asgi, "headers": [*headers, (b"content-length", str(length).encode())]}
