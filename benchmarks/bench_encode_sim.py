@@ -17,13 +17,13 @@ screenshots: four repeat the previous request's, but at other positions, where n
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import harness
 from arena_hits import NUM_TURNS, arena_rows
-from bench_routing import find_rate
 from medialane.routing import EncodeCosts, RoutingConfig
 from medialane.testing.simulated import SimulatedConfig
 from medialane.types.feature import MediaSpan
@@ -40,8 +40,8 @@ NEW_IMAGES = SessionTrace(
 )
 MAX_BEHIND, MAX_STALL = 1.05, 0.5
 MIN_HITS = 1.01
-#: Tolerance of the load.
-CLOSE = 0.03
+#: Tolerance of the load, and the most runs that finding it may take.
+CLOSE, _MAX_TRIES = 0.03, 10
 
 
 class Case(NamedTuple):
@@ -125,8 +125,26 @@ def trace_at(load: float, case: Case, num_turns: int, seed: int, *, is_searched:
         row = _row(policies(0)[1], case, [trace._replace(rate_per_s=rate)])
         return float(str(row["workers busy"]))
 
-    rate = find_rate(load, measure, case.guess_per_s, close=CLOSE) if is_searched else case.guess_per_s
+    rate = find_rate(load, measure, case.guess_per_s) if is_searched else case.guess_per_s
     return trace._replace(rate_per_s=rate)
+
+
+def find_rate(utilisation: float, measure: Callable[[float], float], guess: float) -> float:
+    """Search for the rate at which `measure` gives this utilisation: queues grow long before all workers are busy."""
+    low, high, rate = (0.0, 0.0), (math.inf, 1.0), guess
+    for _ in range(_MAX_TRIES):
+        measured = measure(rate)
+        if abs(measured - utilisation) <= CLOSE:
+            return rate
+        if measured < utilisation:
+            low = rate, measured
+        else:
+            high = rate, measured
+        if high[0] == math.inf:
+            rate *= utilisation / measured
+        else:
+            rate = low[0] + (high[0] - low[0]) * (utilisation - low[1]) / (high[1] - low[1])
+    raise RuntimeError(f"no rate found that keeps the workers {utilisation:.0%} busy: {low} to {high}")
 
 
 def compare(case: Case, compared: Sequence[Policy], traces: Sequence[SessionTrace]) -> list[dict[str, object]]:

@@ -3,8 +3,8 @@
 Everything runs in virtual time, in one process (`simulated_cluster`). All policies get the same requests. RPC
 connections and worker processes are not included, but delays of reports are.
 
-Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; it is measured
-for round-robin, and sets the rate for all policies.
+Utilisation is the share of the workers' time that the work would fill without the fixed part of steps; all policies
+get the rate at which round-robin has about the one named.
 
 `one hot image` is a case in which a policy that considers only caches fails: all requests would queue at the worker
 that has it.
@@ -18,7 +18,6 @@ workers report. Each request reaches any of them (`by requests`), or a session's
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +37,8 @@ ABOUT = "policies side by side on simulated workers: cached tokens, time to firs
 
 POLICIES: tuple[PolicyName, ...] = ("cost", "round-robin", "least-loaded", "prefix-only")
 NUM_WORKERS = 8
-MODERATE, HIGH = 0.5, 0.8
+#: Users who think less than others: so a short trace has as many later turns as theirs.
+SESSIONS = SessionTrace(least_pause_s=2.0, mean_think_s=4.0)
 #: Three of four requests ask about the same image, each with a different long question.
 HOT = SessionTrace(
     num_system_prompts=1,
@@ -51,12 +51,8 @@ HOT = SessionTrace(
     mean_turns=1.0,
     max_turns=1,
 )
-#: Approximate requests per second and worker that saturate round-robin, and with which it keeps the workers `MODERATE`
-#: and `HIGH` busy, `HIGH` with `HOT`; the tolerance of the measured utilisation; and the most runs that may take.
-GUESS_PER_S = 19.0
+#: Requests per second and worker that keep round-robin's workers about 50 % and 80 % busy, 80 % with `HOT`.
 MODERATE_PER_S, HIGH_PER_S, HOT_PER_S = 7.6, 13.7, 20.2
-CLOSE, _MAX_TRIES = 0.015, 10
-
 
 #: Documents of which twelve, four times, are asked about in three rounds.
 DOCUMENTS = PacedTrace(num_rounds=3, num_sets=4)
@@ -125,41 +121,6 @@ def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
     return num_cached / num_tokens
 
 
-def rate_for(
-    utilisation: float,
-    num_workers: int,
-    trace: SessionTrace,
-    router: PolicyName = "round-robin",
-    *,
-    guess_per_s: float | None = None,
-) -> float:
-    """Search for the rate that gives this utilisation. `guess_per_s` is that of one worker."""
-
-    def measure(rate: float) -> float:
-        turns = list(session_turns(trace._replace(rate_per_s=rate)))
-        return SimulatedCluster(num_workers, RoutingConfig(router=router)).run(turns).utilisation
-
-    return find_rate(utilisation, measure, num_workers * (guess_per_s or GUESS_PER_S * utilisation))
-
-
-def find_rate(utilisation: float, measure: Callable[[float], float], guess: float, *, close: float = CLOSE) -> float:
-    """Search for the rate at which `measure` gives this utilisation: queues grow long before all workers are busy."""
-    low, high, rate = (0.0, 0.0), (math.inf, 1.0), guess
-    for _ in range(_MAX_TRIES):
-        measured = measure(rate)
-        if abs(measured - utilisation) <= close:
-            return rate
-        if measured < utilisation:
-            low = rate, measured
-        else:
-            high = rate, measured
-        if high[0] == math.inf:
-            rate *= utilisation / measured
-        else:
-            rate = low[0] + (high[0] - low[0]) * (utilisation - low[1]) / (high[1] - low[1])
-    raise RuntimeError(f"no rate found that keeps the workers {utilisation:.0%} busy: {low} to {high}")
-
-
 def compare(
     rate: float, num_workers: int, trace: SessionTrace, policies: tuple[PolicyName, ...]
 ) -> tuple[list[dict[str, object]], dict[str, Outcome], float]:
@@ -198,20 +159,20 @@ def run(options: harness.Options) -> harness.Report:
 
 
 def moderate(*, quick: bool) -> harness.Report:
-    report, outcomes, best = _policies(MODERATE, SessionTrace(), MODERATE_PER_S, quick=quick)
+    report, outcomes, best = _policies(SESSIONS, MODERATE_PER_S, quick=quick)
     ratio = outcomes["cost"].cached / best
     report.bars.append(harness.Bar("cached tokens, of the oracle's, at moderate load", ratio, 0.9, "at least"))
     return report
 
 
 def high(*, quick: bool) -> harness.Report:
-    report, outcomes, _ = _policies(HIGH, SessionTrace(), HIGH_PER_S, quick=quick)
+    report, outcomes, _ = _policies(SESSIONS, HIGH_PER_S, quick=quick)
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.5: 0.5, 0.99: 0.8})
     return report
 
 
 def hot_image(*, quick: bool) -> harness.Report:
-    report, outcomes, _ = _policies(HIGH, HOT, HOT_PER_S, quick=quick, prefix="one hot image, ")
+    report, outcomes, _ = _policies(HOT, HOT_PER_S, quick=quick, prefix="one hot image, ")
     report.bars += _bars(outcomes["cost"], outcomes["round-robin"], {0.99: 1.0}, prefix="one hot image: ")
     return report
 
@@ -256,21 +217,20 @@ PARTS = (moderate, high, hot_image, paced, gateways, gateways_busy)
 
 
 def _policies(
-    utilisation: float, trace: SessionTrace, per_worker_per_s: float, *, quick: bool, prefix: str = ""
+    trace: SessionTrace, per_worker_per_s: float, *, quick: bool, prefix: str = ""
 ) -> tuple[harness.Report, dict[str, Outcome], float]:
-    trace = trace._replace(num_turns=2000 if quick else 8000)
-    rate = per_worker_per_s * NUM_WORKERS
-    if not quick:
-        rate = rate_for(utilisation, NUM_WORKERS, trace, guess_per_s=per_worker_per_s)
-    rows, outcomes, best = compare(rate, NUM_WORKERS, trace, POLICIES[:2] if quick else POLICIES)
+    trace = trace._replace(num_turns=1000 if quick else 3000)
+    policies = POLICIES[:2] if quick else POLICIES
+    rows, outcomes, best = compare(per_worker_per_s * NUM_WORKERS, NUM_WORKERS, trace, policies)
+    utilisation = outcomes["round-robin"].utilisation
     name = f"{prefix}at {utilisation:.0%} utilisation of round-robin (oracle {best:.3f})"
     return harness.Report("routing", {name: rows}), outcomes, best
 
 
 def _gateways(rate: float, runs: tuple[Run, ...], *, quick: bool) -> harness.Report:
     """Compare several gateways with one, which the first of `runs` has."""
-    num_traces, num_turns = (1, 1000) if quick else (3, 4000)
-    traces = [SessionTrace(rate_per_s=rate, num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
+    num_traces, num_turns = (1, 500) if quick else (3, 1500)
+    traces = [SESSIONS._replace(rate_per_s=rate, num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
     outcomes_of: dict[Run, list[Outcome]] = {run: [] for run in runs}
     for trace in traces:
         turns = list(session_turns(trace))
@@ -317,7 +277,7 @@ def _gateway_row(run: Run, outcomes: list[Outcome], one: list[Outcome]) -> dict[
 def scale(num_workers: int) -> harness.Report:
     """Compare at moderate load with many workers; takes minutes, so it runs only as `python bench_routing.py 64`."""
     trace = SessionTrace(num_turns=300 * num_workers if num_workers <= 100 else 30_000)
-    rows, _, best = compare(GUESS_PER_S * num_workers * MODERATE, num_workers, trace, POLICIES[:2])
+    rows, _, best = compare(MODERATE_PER_S * num_workers, num_workers, trace, POLICIES[:2])
     return harness.Report("routing", {f"{num_workers} workers (oracle {best:.3f})": rows})
 
 

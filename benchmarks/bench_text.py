@@ -35,15 +35,21 @@ SHORT, LONG = "60 words", "8k tokens"
 _NUM_WORDS = {SHORT: 60, LONG: 5000}
 #: By prompt and number of clients. 32 clients with long prompts would wait for the engine alone, 3 s for each request.
 _NUM_REQUESTS = {(SHORT, 1): 40, (SHORT, 8): 120, (SHORT, 32): 320, (LONG, 1): 2, (LONG, 8): 8}
-#: A conversation has 6,500 tokens at its end, and 23 kB.
-CHAT = Shape(num_users=6, num_turns=12, num_images=0, num_words=310)
+CHAT, SESSION = "chat", "session"
+#: Conversations, of 6,500 tokens at the end, and 23 kB, or 10,000 tokens; and how many are held at once.
+SHAPES = {
+    CHAT: Shape(num_users=6, num_turns=12, num_images=0, num_words=310),
+    SESSION: Shape(num_users=10, num_turns=20, num_images=0, num_words=285),
+}
+CONVERSATIONS = ((CHAT, 1), (CHAT, 6), (SESSION, 10))
 _CHAT_TOKENS = 16
-#: Targets are about the short prompts with these many tokens (requests/s: and clients), and the later turns of a chat.
-_JUDGED_TOKENS, _JUDGED_CLIENTS, _FIRST_JUDGED_TURN = 64, 32, 6
+#: Targets are about the short prompts with these many tokens (requests/s: and clients), and the later half of the turns
+#: of a conversation.
+_JUDGED_TOKENS, _JUDGED_CLIENTS = 64, 32
 #: By the number of clients.
 _MAX_TTFT = {PLAIN: {1: 1.1, 8: 1.15, 32: 1.15}, RUST: dict.fromkeys((1, 8, 32), 1.6)}
 _MIN_REQUESTS = {PLAIN: 1.1, RUST: 0.85}
-_MAX_CHAT_TTFT = 0.97
+_MAX_CHAT_TTFT = {CHAT: 0.97, SESSION: 1.0}
 
 #: Parts of the command lines of processes, by what their CPU time is called.
 _GROUPS = {
@@ -54,7 +60,7 @@ _GROUPS = {
 _OTHERS = "others"
 
 #: Of texts and of conversations: none is used twice in a run.
-_SEEDS, _CHAT_SEEDS = count(1000), count(1)
+_SEEDS, _CHAT_SEEDS = count(1000), count(1000)
 
 #: Of one server in one round, by column.
 Figures = dict[str, float]
@@ -103,8 +109,8 @@ async def _run(options: Options, report: Report, rust: Path | None) -> Report:
             await _send(setup, CASES[-1], CASES[-1].texts(quick=True), server)  # not counted
         for case in CASES:
             await _measure_loop(report, case, setup)
-        for num_users in (1, CHAT.num_users):
-            await _measure_chat(report, num_users, setup)
+        for kind, num_users in CONVERSATIONS:
+            await _measure_chat(report, kind, num_users, setup)
     return report
 
 
@@ -121,12 +127,12 @@ async def _measure_loop(report: Report, case: Case, setup: Setup) -> None:
             report.bars.append(Bar(f"{case.name}: req/s / {SHORT_NAMES[peer]}", per_s, _MIN_REQUESTS[peer], "at least"))
 
 
-async def _measure_chat(report: Report, num_users: int, setup: Setup) -> None:
-    found = await _rounds(setup, lambda: partial(_chat, setup, questions(CHAT, next(_CHAT_SEEDS))[:num_users]))
-    name = f"chat, users={num_users}"
+async def _measure_chat(report: Report, kind: str, num_users: int, setup: Setup) -> None:
+    found = await _rounds(setup, lambda: partial(_chat, setup, questions(SHAPES[kind], next(_CHAT_SEEDS))[:num_users]))
+    name = f"{kind}, users={num_users}"
     report.tables.setdefault("chat", []).extend(_rows(name, found))
     ratio = _ratio(found, PLAIN, "ttft_p50_ms")
-    report.bars.append(Bar(f"{name}: TTFT p50 / {SHORT_NAMES[PLAIN]}", ratio, _MAX_CHAT_TTFT, "at most"))
+    report.bars.append(Bar(f"{name}: TTFT p50 / {SHORT_NAMES[PLAIN]}", ratio, _MAX_CHAT_TTFT[kind], "at most"))
 
 
 async def _rounds(
@@ -175,7 +181,7 @@ async def _chat(setup: Setup, asked: list[list[Question]], server: Server) -> Fi
     held = await hold([server.base_url], setup.model, asked, num_tokens=_CHAT_TOKENS, pids=server.pids)
     return {
         "req/s": held.num_requests / held.wall_s,
-        **_ttft_ms(held.ttft_s(lambda turn: turn >= _FIRST_JUDGED_TURN)),
+        **_ttft_ms(held.ttft_s(lambda turn: turn >= len(asked[0]) // 2)),
         **_cpu_ms(server, before, held.num_requests),
     }
 

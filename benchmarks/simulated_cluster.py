@@ -10,6 +10,7 @@ load and is deterministic.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
 import time
@@ -123,15 +124,19 @@ class SimulatedCluster:
     def run(self, turns: list[Turn]) -> Outcome:
         self.outcome.began_s, self.outcome.last_arrival_s = counted(turns)[0].time_s, turns[-1].time_s
         self.num_unfinished = len(turns)
-        gateways = dict[str, _Gateway]()
-        for turn in turns:
-            drawn = self._random.choice(self.gateways)
-            gateway = drawn if self._spread == "requests" else gateways.setdefault(turn.session, drawn)
-            self.loop.call_at(turn.time_s, gateway.arrive, turn)
         self.loop.call_soon(self._connect)
-        self.loop.run_forever()
-        self.loop.close()
+        self._arrive_next(iter(turns), {})
+        self._run()
         return self.outcome
+
+    def _arrive_next(self, turns: Iterator[Turn], gateways: dict[str, _Gateway]) -> None:
+        """Let a turn arrive at its time, then the next one: so few timers wait that the loop must sort."""
+        if (turn := next(turns, None)) is None:
+            return
+        drawn = self._random.choice(self.gateways)
+        gateway = drawn if self._spread == "requests" else gateways.setdefault(turn.session, drawn)
+        self.loop.call_at(turn.time_s, gateway.arrive, turn)
+        self.loop.call_at(turn.time_s, self._arrive_next, turns, gateways)
 
     def run_users(self, users: Mapping[str, Sequence[Turn]]) -> Outcome:
         """Run sessions whose turns follow each other at once, from their times on, with the first gateway. Returns when
@@ -142,10 +147,19 @@ class SimulatedCluster:
         for name, turns in users.items():
             self.loop.call_at(turns[0].time_s, self.finished, name)
         self.loop.call_soon(self._connect)
-        self.loop.run_forever()
+        self._run()
         self.outcome.last_arrival_s = self.loop.time()
-        self.loop.close()
         return self.outcome
+
+    def _run(self) -> None:
+        """Until nothing is to be done. Of the many objects almost none are cyclic garbage: looking for it takes a sixth
+        of the time."""
+        gc.disable()
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+            gc.enable()
 
     def finished(self, session: str) -> None:
         turn = next(self._next_turns.get(session, iter(())), None)

@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "medialane"
 BUDGETS = {
     "types": (3050, 12),
     "runtime": (1900, 9),
-    "observability": (1400, 6),
+    "observability": (1450, 6),
     "config": (850, 4),
     "wire": (2550, 11),
     "media": (4350, 18),
@@ -22,7 +22,7 @@ BUDGETS = {
     "transfer": (2400, 11),
     "store": (4100, 13),
     "routing": (2000, 9),
-    "gateway": (14500, 53),
+    "gateway": (15300, 55),
     "worker": (2700, 11),
     "vllm_bridge": (13000, 58),
     "cluster": (3650, 13),

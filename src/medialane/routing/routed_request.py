@@ -64,15 +64,15 @@ class RouterState:
         return AnnouncedRequest(self, slot, work.work_ms, prefix, pinned)
 
     def evict(self, scoring_input: ScoringInput, choice: Choice) -> float:
-        """Return the cost of what a chosen slot evicts for a request (ms), and note how much of it is because of the
-        prefix that it has."""
+        """Return the cost of what a chosen slot evicts for a request, beyond what another would (ms); if it was chosen
+        for its prefix, note that it is because of that."""
         request, longest = scoring_input.request, choice.longest
-        reuse = self.slots.reuse.item(choice.slot)
-        new_ms = (request.num_tokens - choice.tokens) * self.costs.rates.evicted
+        new_tokens = request.num_tokens - choice.tokens
+        evicted_ms = new_tokens * self.costs.rates.evicted * self.slots.reuse.item(choice.slot)
         if choice.tokens < longest:
             self.evictions.copied(request, longest)
-            return new_ms * reuse
-        return new_ms * reuse + self.evictions.add(request, longest, new_ms * (reuse - self.slots.least_reuse))
+            return evicted_ms
+        return evicted_ms + self.evictions.add(request, longest, evicted_ms)
 
     def end_pending(self, prefix: PendingPrefix, *, is_computed: bool) -> None:
         """End the pending prefix of a request. If it is computed, and the slot has not reported its last block yet, the

@@ -121,10 +121,9 @@ class SlotTable:
         self.remote = 0  # bit mask of the slots on another host
         self.table: Scores = _new_columns()
         self._scale = 1.0  # of the row of new tokens: a token now counts this much
-        #: How likely the blocks that a slot evicts for new ones would be used again: the more new tokens it got, the
-        #: sooner after their last use its blocks are evicted. 0 without any, 0.5 with as many as the others.
+        #: How much likelier the blocks that a slot evicts for new ones would be used again than those of the slot that
+        #: got the fewest new tokens: the more it got, the sooner after their last use its blocks are evicted.
         self.reuse: Scores = np.zeros(_FIRST_CAPACITY)
-        self.least_reuse = 0.0
 
     def __len__(self) -> int:
         """One more than the highest number used so far."""
@@ -164,6 +163,7 @@ class SlotTable:
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
         self._find_block_sizes()
+        self._find_reuse()
         self.move(slot, same_host=slot.same_host)
         self.update(slot)
         return slot
@@ -183,7 +183,6 @@ class SlotTable:
         self._find_block_sizes()
         self._close(slot)
         self.table[_NEW, slot.number], self.table[_ABSENT, slot.number] = 0.0, np.inf
-        self.reuse[slot.number] = 0.0
 
     def mean_sequences(self) -> float:
         """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
@@ -262,9 +261,7 @@ class SlotTable:
         if self._scale > _MAX_SCALE:
             self.table[_NEW] /= self._scale
             self._scale = 1.0
-        new = self.table[_NEW]
-        self.reuse = new / (new + float(new.sum()) / len(self._by_place))
-        self.least_reuse = float((self.reuse + self.table[_ABSENT]).min())
+        self._find_reuse()
 
     def has_room(self, slot: Slot) -> bool:
         """Return whether nothing waits in the slot's engine, as it was last reported, and what is to be prefilled there
@@ -300,7 +297,6 @@ class SlotTable:
         if len(self._slots) > self.table.shape[1]:
             columns = [_new_columns() for _ in range(self.table.shape[1] // _FIRST_CAPACITY)]
             self.table = np.concatenate([self.table, *columns], axis=1)
-            self.reuse = np.concatenate([self.reuse, np.zeros_like(self.reuse)])
         return len(self._slots) - 1
 
     def waits_s(self) -> dict[str, float]:
@@ -314,6 +310,11 @@ class SlotTable:
     def _close(self, slot: Slot) -> None:
         self.open &= ~(1 << slot.number)
         self.with_room &= ~(1 << slot.number)
+
+    def _find_reuse(self) -> None:
+        new = self.table[_NEW]
+        likely = new / (new + (float(new.sum()) / len(self._by_place) or 1.0))  # 0.5 with as many as the others
+        self.reuse = likely - (likely + self.table[_ABSENT]).min()
 
     def _find_block_sizes(self) -> None:
         sizes = dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None)

@@ -311,7 +311,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Estimated cost of a routing choice, in milliseconds. The first seven add up to the time to first token.
     `load` is the copying of embeddings that are in the arena of the gateway's host, instead of `encoder`. `contention`
     is the delay that its work causes for later requests, `eviction` the cost of computing again what is evicted for its
-    blocks; `session` is a bonus, so at most zero."""
+    blocks, beyond what that is at the worker where it is least; `session` is a bonus, so at most zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0

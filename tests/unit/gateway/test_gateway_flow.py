@@ -26,6 +26,11 @@ class Server:
         self._events, self._numbers = [], count()
         self._queue = []
         self._is_busy = False
+        self._stop = (1e9, 1e9)
+
+    def stop(self, begins, *, seconds):
+        """Take that much longer for what is served then."""
+        self._stop = (begins, begins + seconds)
 
     def at(self, time, action):
         heapq.heappush(self._events, (time, next(self._numbers), action))
@@ -68,7 +73,8 @@ class Server:
             on_answer()
             self._serve()
 
-        self.at(self.now + SERVICE_S, done)
+        begins, ends = self._stop
+        self.at((ends if begins <= self.now < ends else self.now) + SERVICE_S, done)
 
     def load(self, times_capacity, *, begins=0.0, seconds):
         interval = SERVICE_S / times_capacity
@@ -181,6 +187,33 @@ def test_stall_of_the_server_is_noticed_without_anything_that_is_served():
     server = Server(limit_s=2.0)
     server.load(2.0, seconds=0.9)
     server.run(until=1.0)
-    pace_s = server.flow.pace_s(1.0)
-    assert pace_s == pytest.approx(SERVICE_S, rel=0.1)
-    assert server.flow.pace_s(5.0) > 10 * pace_s
+    assert server.flow.pace_s() == pytest.approx(SERVICE_S, rel=0.1)
+    wait_s = server.flow.wait_s(1.0)
+    assert server.flow.wait_s(5.0) - wait_s == pytest.approx(4.0, abs=2 * SERVICE_S), "counted once"
+
+
+@pytest.mark.parametrize("num_clients", [32, 256])
+def test_hiccup_of_two_seconds_refuses_nobody_however_many_wait(num_clients):
+    server = Server()
+
+    def client():
+        if server.now < 60:
+            server.ask(client)
+
+    for _ in range(num_clients):
+        server.at(0.0, client)
+    server.stop(20.0, seconds=2.0)
+    for number in range(3):  # in it, after it
+        server.at(21.5 + number, server.ask)
+    server.run()
+    assert server.refusals == []
+    assert len(server.waits_s) > 1100
+
+
+def test_newcomers_are_refused_soon_after_all_workers_have_stopped():
+    server = Server()
+    server.load(0.9, seconds=60)
+    server.stop(20.0, seconds=40.0)
+    server.run()
+    assert 21.0 < server.refusals[0][0] < 22
+    assert max(time for time in server.accepted_at if time < 60) < 22, "none is accepted from then on"

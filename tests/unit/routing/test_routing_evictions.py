@@ -109,14 +109,16 @@ def test_workers_that_do_not_report_their_size_evict_nothing():
     assert {decision.parts.eviction for decision in decisions} == {0}
 
 
-def test_decision_says_what_is_evicted():
+def test_decision_says_what_is_evicted_beyond_what_another_worker_would():
     router = router_of(100, 100)
-    for slot in (0, 1):
-        serve(router, request(slot, 10, prefix=[]), at=slot)
-    _, decision = serve(router, request(2, 10, prefix=[]))
-    weight = 1 + router.config.contention_weight
-    assert decision.parts.eviction == pytest.approx(0.5 * 160 * router.config.prefill_ms_per_token * weight, rel=0.05)
+    for slot, num_blocks in ((0, 20), (1, 10)):
+        serve(router, request(slot, num_blocks, prefix=[]), at=slot)
+    _, decision = serve(router, request(2, 10, prefix=[]), at=0)
+    cost_ms = 160 * router.config.prefill_ms_per_token * (1 + router.config.contention_weight)
+    assert decision.parts.eviction == pytest.approx((20 / 35 - 10 / 25) * cost_ms, rel=0.1)
     assert decision.parts.total > decision.parts.expected_ms + decision.parts.contention
+    slot, decision = serve(router, request(3, 10, prefix=[]))
+    assert (slot, decision.parts.eviction) == (1, 0.0)
 
 
 def test_prefix_longer_than_what_follows_is_copied_once_it_has_evicted_as_much_as_it_costs():

@@ -74,7 +74,7 @@ class _Line:
 
     def next(self, now: float) -> QueuedRequest:
         newest = next(reversed(self._waiting))
-        if now + len(self._waiting) * newest.flow.pace_s(now) > newest.deadline:
+        if now + len(self._waiting) * newest.flow.pace_s() > newest.deadline:
             return newest
         return self._by_deadline[0][2]
 

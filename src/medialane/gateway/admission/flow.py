@@ -2,7 +2,8 @@
 they are served, and whether one more is accepted.
 
 Theory of operation. Nothing is forecast: while requests of a flow wait, the times from one that is served to the next
-are measured, and so a new one waits for as many of them as are ahead of it. It is refused, by its header,
+are measured, and a new one waits as long as the last ones took, as many as are ahead of it: then a hiccup counts once.
+So does a stall while it lasts: it is expected to last as long again. A request is refused, by its header,
 
 * if that is longer than it may wait: its limit of the time to first token, less what requests have lately taken from
   being sent to their first token; else the operator's patience. What drains in time is no overload.
@@ -17,6 +18,7 @@ Flows have no clock and no loop: times are seconds of any one clock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import Final, Literal, NamedTuple
 
@@ -27,8 +29,9 @@ _INTERVAL_S: Final = 1.0
 _CALM_S: Final = 2.0
 #: Beyond the requests in flight when it is found to stand: the noise of clients that wait for their answers.
 _SLACK: Final = 4
-#: Weight that older times keep when the next request is served: about the last twenty count.
-_KEPT: Final = 0.95
+#: Fewest and most times from one request that is served to the next, of which the pace is the mean.
+_FEWEST: Final = 40
+_MOST: Final = 1024
 #: Requests that must have been served, while others waited, before a wait is computed.
 _ENOUGH: Final = 4
 #: A pace that was measured longer ago says nothing.
@@ -56,8 +59,7 @@ class Lane:
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, float] = {}  # since when, in the order of arrival
-        self._spent_s = self._num_served = 0.0
-        self._num_measured = 0
+        self._served_s = deque([0.0], 1 + _MOST)  # after how many seconds in which others waited each was served
         self._served_at = float("-inf")  # or when the first began to wait
 
     def __len__(self) -> int:
@@ -66,35 +68,34 @@ class Lane:
     def add(self, request: Hashable, now: float) -> None:
         if not self._waiting:
             if now - self._served_at > _STALE_S:
-                self._spent_s = self._num_served = self._num_measured = 0
+                self._served_s = deque([0.0], 1 + _MOST)
             self._served_at = now
         self._waiting[request] = now
 
     def leave(self, request: Hashable, now: float, *, is_served: bool) -> None:
         """Remove a request that is served, or will not be."""
-        del self._waiting[request]
+        since = self._waiting.pop(request)
         if is_served:
-            self._spent_s = self._spent_s * _KEPT + now - self._served_at
-            self._num_served = self._num_served * _KEPT + 1
-            self._num_measured += 1
+            if since != self._served_at:  # it has waited for the whole time since the last was served
+                self._served_s.append(self._served_s[-1] + now - self._served_at)
             self._served_at = now
 
     def head_s(self, now: float) -> float:
         """Return how long the oldest request has waited; 0 if none waits."""
         return now - next(iter(self._waiting.values())) if self._waiting else 0.0
 
-    def pace_s(self, now: float) -> float:
-        """Return the time from one request that is served to the next, while others wait; 0 if that is not known."""
-        if self._num_measured < _ENOUGH:
-            return 0.0
-        stalled_s = now - self._served_at if self._waiting else 0.0
-        return max(self._spent_s / self._num_served, stalled_s / 2)
+    def pace_s(self, num_ahead: int) -> float:
+        """Return the mean time from one request that is served to the next, while others wait, of that many or
+        `_FEWEST`; 0 if that is not known."""
+        num = min(max(num_ahead, _FEWEST), len(self._served_s) - 1)
+        return 0.0 if num < _ENOUGH else (self._served_s[-1] - self._served_s[-1 - num]) / num
 
     def wait_s(self, now: float, num_ahead: int) -> float:
         """Return how long a request waits behind that many others, if any wait here; 0 if that is not known, or
         none had to for a while."""
-        num_ahead = num_ahead if self._waiting else 0
-        return max(0.0, (num_ahead + 1) * self.pace_s(now) - (now - self._served_at))
+        pace_s = self.pace_s(num_ahead)
+        next_s = pace_s - (now - self._served_at)
+        return num_ahead * pace_s + abs(next_s) if self._waiting and pace_s else max(0.0, next_s)
 
 
 class Flow:
@@ -176,8 +177,8 @@ class Flow:
             num_slow += 1
         return max(lane.wait_s(now, len(self._pending) - num_slow) for lane in self.lanes.values())
 
-    def pace_s(self, now: float) -> float:
-        return max([lane.pace_s(now) for lane in self.lanes.values() if len(lane)], default=0.0)
+    def pace_s(self) -> float:
+        return max([lane.pace_s(len(lane)) for lane in self.lanes.values() if len(lane)], default=0.0)
 
     def head_s(self, now: float) -> float:
         """Return how long the oldest of its requests has waited for one resource."""

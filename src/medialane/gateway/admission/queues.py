@@ -114,7 +114,7 @@ class AdmissionQueue:
     def stats(self) -> QueueStats:
         now = self._clock()
         lanes = [flow.lanes[self._resource] for flow in {request.flow for request in self._admitted}]
-        expected_s = max([len(lane) * lane.pace_s(now) for lane in lanes], default=0.0)
+        expected_s = max([lane.wait_s(now, len(lane) - 1) for lane in lanes], default=0.0)
         return QueueStats(self.num_waiting, expected_s, max([lane.head_s(now) for lane in lanes], default=0.0))
 
     def enter(self) -> Ticket | None:
