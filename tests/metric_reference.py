@@ -67,6 +67,7 @@ def _count_all(metrics: Metrics) -> None:
     metrics.worker_losses.labels("w").inc()
     metrics.prompt_tokens.labels("all").inc()
     metrics.media_items.labels("image", "cached").inc()
+    metrics.document_pages.labels("hit").inc()
     metrics.embeddings.labels("loaded").inc()
     metrics.encoder_requests.labels("encoded").inc()
 

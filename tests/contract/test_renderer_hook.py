@@ -15,8 +15,10 @@ import pytest_asyncio
 from app_server import BASE64, DATA, DATA_URL, Server, image
 from counted_middleware import CountedMiddleware
 from fake_backend import NUM_EMBEDS
+from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.multimodal.media import MediaConnector
 
 from medialane.gateway import open_scope
@@ -612,6 +614,35 @@ def _scope(headers):
         "server": ("gateway", 80),
         "state": {},
     }
+
+
+async def test_client_disconnect_closes_the_backend_of_a_whole_answer(server):
+    server.backend.token_s, server.backend.tokens = 0.01, [11] * 1000
+    pending = [{"type": "http.request", "body": json.dumps(server.body(image())).encode(), "more_body": False}]
+    sent = []
+
+    async def receive():
+        if pending:
+            return pending.pop(0)
+        await eventually(lambda: server.backend.scopes, "the request has begun")
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer secret")]
+    async with asyncio.timeout(10):
+        await server.app(_scope(headers=headers), receive, send)
+    await eventually(lambda: server.backend.num_ended, "the answer is not made to its end")
+    assert sent[0]["status"] < 500  # nobody reads it, but it is counted
+
+
+async def test_no_handler_listens_for_the_disconnect_besides_the_gateway(server):
+    listening = with_cancellation(lambda: None).__code__
+    handlers = [route.endpoint for route in server.app.routes if isinstance(route, APIRoute)]
+    assert [handler for handler in handlers if handler.__code__ is listening]
+    calls = [route.dependant.call for route in server.app.routes if isinstance(route, APIRoute)]
+    assert [call for call in calls if call.__code__ is listening] == []
 
 
 async def test_engine_client_implements_vllms_protocol():

@@ -142,6 +142,13 @@ class Metrics:
             "outcome",
         )
 
+        self.documents = self._counter("medialane_documents", "Documents in requests")
+        self.document_pages = self._counter(
+            "medialane_document_pages",
+            "Pages of documents (of a request's first 64 items), by outcome: hit, shared, new, sent, failed",
+            "outcome",
+        )
+
     def observe(self, timeline: RequestTimeline, ttft_ms: float | None = None) -> None:
         """Record a request that has ended, with the time to its first token if it had one."""
         for step, seconds in timeline.durations().items():

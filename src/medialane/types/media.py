@@ -30,6 +30,11 @@ from medialane.types.tensor import ArenaRange
 
 Modality = Literal["image", "video", "audio"]
 
+#: What encoded bytes are: an item of a modality, or a document, whose pages are images.
+MediaSource = Literal[Modality, "document"]
+
+PDF_TYPE = "application/pdf"
+
 
 class Alias(msgspec.Struct, frozen=True):
     """A client's name for an item (vLLM's `uuid`), and the item options given with it. It never identifies content.
@@ -60,6 +65,9 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     With `is_feature` the client has processed the item, or names it: `content` is the hash of a feature, `data` are its
     tensors in vLLM's encoding, if they were sent.
+
+    With the `media_type` PDF_TYPE it refers to a document, modality image: the item is the page that `io` chooses, a
+    `PageIo`. `content` is then known, `url` or `data` are for what is no longer cached.
     """
 
     modality: Modality
@@ -81,6 +89,22 @@ class MediaRef(msgspec.Struct, frozen=True):
             raise ValueError("a media reference has either a URL or data")
         if self.url is None and self.data is None and self.alias is None and self.content is None:
             raise ValueError("a media reference has a URL, data, a content hash or an alias")
+
+    @property
+    def source(self) -> MediaSource:
+        return "document" if self.media_type == PDF_TYPE else self.modality
+
+    @property
+    def page(self) -> PageIo | None:
+        """The page of a document that the item is; None if it is no page."""
+        return msgspec.json.decode(self.io, type=PageIo) if self.source == "document" and self.io != b"{}" else None
+
+    def identity(self, content: str) -> tuple[str, bytes]:
+        """Return what the keys of the item are made of that has this content hash: content and decoding options. A page
+        has the same ones in all documents, wherever it stands."""
+        if (page := self.page) is None:
+            return content, self.io
+        return page.digest, msgspec.json.encode((page.renderer, page.width, page.height))
 
     @property
     def is_alias(self) -> bool:
@@ -109,6 +133,12 @@ def naming(ref: MediaRef) -> Iterator[None]:
         raise error.at(ref.param) from error
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+
+#: Highest resolution of a page: above it, a small page would have more pixels than any model uses.
+MAX_DPI = 1200
+
+
 class AudioIo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Decoding options of audio (`MediaRef.io`), which no client sets: the rate to resample to, 0 for the file's."""
 
@@ -118,6 +148,58 @@ class AudioIo(msgspec.Struct, frozen=True, omit_defaults=True):
 def audio_io(sample_rate: int) -> bytes:
     """Return the decoding options of audio that is resampled."""
     return msgspec.json.encode(AudioIo(sample_rate))
+
+
+class PageIo(msgspec.Struct, frozen=True):
+    """Decoding options of a page of a document (`MediaRef.io`): its number, from 1, and its pixels once it is rendered.
+
+    `digest` covers all of the document that the page's pixels depend on, `renderer` is the version of the library that
+    renders it. These and the pixels identify the item: the same page of another document has the same features.
+    """
+
+    digest: str
+    height: _Count
+    page: Annotated[int, msgspec.Meta(ge=1)]
+    renderer: str
+    width: _Count
+
+    def encode(self) -> bytes:
+        """Return the options as canonical JSON."""
+        return msgspec.json.encode(self)
+
+
+class DocumentOptions(msgspec.Struct, frozen=True):
+    """What a request wants of a document; empty or 0 means the operator's default.
+
+    `pages` are numbers and ranges, from 1 and inclusive: "1-3,7"; empty: all. More than `max_pages`, or than the
+    operator's limit, are refused. A page is rendered at `dpi`, or at the highest resolution at which it has at most
+    `max_pixels` and the operator's limits of an image, if that is lower.
+    """
+
+    pages: str = ""
+    dpi: Annotated[int, msgspec.Meta(ge=0, le=MAX_DPI)] = 0
+    max_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
+    text: bool = True
+    max_pages: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class DocumentPage(msgspec.Struct, frozen=True):
+    """A page, its `number` from 1, with the pixels that it has once it is rendered, and its text, empty if that is not
+    wanted. `io` is the `MediaRef.io` of its item."""
+
+    number: int
+    width: _Count
+    height: _Count
+    text: str
+    io: bytes
+
+
+class OpenedDocument(msgspec.Struct, frozen=True):
+    """A document of `num_pages` pages, and the pages that a request wants of it, each once, in ascending order."""
+
+    content_hash: str
+    num_pages: int
+    pages: tuple[DocumentPage, ...]
 
 
 class EncodedMedia(msgspec.Struct, frozen=True):
@@ -136,8 +218,6 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 
 #: Of the metadata of a video; with 768 sampled frames there are 6 kB.
 MAX_METADATA_BYTES = 256 * 1024
-
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class MediaSize(msgspec.Struct, frozen=True, omit_defaults=True):

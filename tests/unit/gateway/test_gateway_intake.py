@@ -175,7 +175,7 @@ def test_anthropic_images_are_extracted_at_every_position():
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "document", "source": {"type": "base64", "data": "QUJD"}},
+        {"type": "document", "source": "QUJD"},
         {"type": "image", "source": "x"},
         {"type": "image", "source": {"type": "url", "url": 3, "data": "QUJD"}},
         {"type": "image", "source": {"type": "base64", "data": ""}},

@@ -59,13 +59,17 @@ class Exchange:
         self._intake = Intake(app, config, MediaConfig(**limits))
         self._stack = ScopeMiddleware(self._intake, Metrics(self.registry))
 
-    async def run(self, *chunks, method="POST", headers=JSON, leaves=False, kind="http", path="/v1/chat/completions"):
+    async def run(
+        self, *chunks, method="POST", headers=JSON, leaves=False, kind="http", path="/v1/chat/completions", stays=True
+    ):
         messages = [
             {"type": "http.request", "body": chunk, "more_body": leaves or i < len(chunks) - 1}
             for i, chunk in enumerate(chunks)
         ] or ([] if leaves else [{"type": "http.request", "body": b"", "more_body": False}])
 
         async def receive():
+            if stays and not (messages or leaves):
+                await asyncio.Event().wait()
             return messages.pop(0) if messages else {"type": "http.disconnect"}
 
         async def send(message):
@@ -151,7 +155,7 @@ async def test_client_disconnecting_during_upload_never_reaches_the_app():
 
 async def test_disconnect_after_the_body_is_forwarded():
     app = App()
-    await Exchange(app).run(BODY)
+    await Exchange(app).run(BODY, stays=False)
     assert (await app.receive())["type"] == "http.disconnect"
 
 
@@ -358,27 +362,37 @@ async def test_names_of_media_belong_to_the_clients_key():
     assert "one" not in one
 
 
-async def test_app_that_does_not_listen_is_ended_when_the_client_leaves():
+@pytest.mark.parametrize("is_deaf", [False, True])
+async def test_app_is_cancelled_when_the_client_leaves(is_deaf):
+    """Its waits for what the request's scope has end too, should it go on."""
+
     class Waiting(App):
         async def __call__(self, scope, receive, send):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.was_open = bool(current_scope().extracted.refs)
+                if not is_deaf:
+                    raise
             async with current_scope().connected():
                 await asyncio.Event().wait()
 
-    exchange = await Exchange(Waiting()).run(BODY)
-    assert exchange.sent == []
+    app = Waiting()
+    async with asyncio.timeout(5):
+        exchange = await Exchange(app).run(BODY, stays=False)
+    assert app.was_open
+    assert exchange.status == 408
     assert exchange.num_errors("client_disconnected") == 0
 
 
-async def test_app_that_listens_ends_its_work_itself():
-    class Listening(App):
+async def test_cancelled_request_of_a_client_that_stays_is_cancelled():
+    class Waiting(App):
         async def __call__(self, scope, receive, send):
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.is_open = bool(current_scope().extracted.refs)
+            asyncio.current_task().cancel()
+            await asyncio.Event().wait()
 
-    app = Listening()
-    await Exchange(app).run(BODY)
-    assert app.is_open
+    with pytest.raises(asyncio.CancelledError):
+        await Exchange(Waiting()).run(BODY)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from medialane.gateway import Recorder, RecordingConfig, ScopeMiddleware, curren
 from medialane.gateway.records import MAX_PENDING_BYTES
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed
+from medialane.types.media import DocumentPage, OpenedDocument
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -41,6 +42,11 @@ def text(words):
     return {"type": "text", "text": words}
 
 
+async def two_pages(ref, options):
+    pages = tuple(DocumentPage(n, 100, 200, f"page {n}", b'{"page":%d}' % n) for n in (1, 2))
+    return OpenedDocument("c" * 64, 2, pages)
+
+
 class RecordingGateway:
     """The middleware of a gateway that records to a file, in front of an app that answers at once."""
 
@@ -48,7 +54,7 @@ class RecordingGateway:
         self.file = file
         config = RecordingConfig(file=str(file), **settings)
         self.recorder = Recorder.open(config, max_pending_bytes=max_pending_bytes)
-        self._intake = Intake(self._app, keeps_bodies=True)
+        self._intake = Intake(self._app, keeps_bodies=True, open_document=two_pages)
         self._stack = ScopeMiddleware(self._intake, Metrics(CollectorRegistry()), recorder=self.recorder)
 
     async def __aenter__(self):
@@ -132,6 +138,17 @@ async def test_whole_media_are_as_they_were_sent(file):
     assert line["body"] == body
 
 
+@pytest.mark.parametrize("media", ["hash", "whole"])
+async def test_document_is_recorded_as_images_for_its_pages(file, media):
+    part = {"type": "file", "file": {"filename": "a.pdf", "file_data": data_url(b"%PDF-1.7", "application/pdf")}}
+    (line,) = await recorded(file, chat(part, text("?")), media=media)
+    first, one, second, two, question = line["body"]["messages"][0]["content"]
+    assert [first, second, question] == [text("a.pdf\npage 1\n"), text("page 2\n"), text("?")]
+    stand_ins = [parse_stand_in(each["image_url"]["url"]) for each in (one, two)]
+    assert [each.modality for each in stand_ins] == ["image", "image"]
+    assert stand_ins[0].key != stand_ins[1].key
+
+
 @pytest.mark.parametrize("url", ["https://host.example/a.png?sig=abc", "https://me:pw@host.example/a.png"])
 async def test_url_that_may_have_a_secret_is_not_recorded(file, url):
     (line,) = await recorded(file, chat(image(url)), media="whole")
@@ -165,11 +182,11 @@ URLS = {
 
 @pytest.mark.parametrize("given", URLS)
 async def test_urls_are_recorded_without_passwords_queries_and_fragments(file, given):
-    parts = {"type": "input_file", "file_url": given}, {"type": "text", "text": given}
+    parts = {"type": "item_reference", "place": given}, {"type": "text", "text": given}
     body = {"model": "m", "input": [{"role": "user", "content": list(parts)}], "metadata": {"note": given}}
     (line,) = await recorded(file, body, path="/v1/responses")
     recorded_body = line["body"]
-    assert [recorded_body["input"][0]["content"][0]["file_url"], recorded_body["metadata"]["note"]] == [URLS[given]] * 2
+    assert [recorded_body["input"][0]["content"][0]["place"], recorded_body["metadata"]["note"]] == [URLS[given]] * 2
     assert "SECRET" not in file.read_text()
 
 

@@ -17,9 +17,9 @@ from medialane.gateway import (
     ShmTransport,
     open_scope,
 )
-from medialane.gateway.records import ReportSender, embedding_outcome, report_schema, request_report
+from medialane.gateway.records import ReportSender, embedding_outcome, report_schema, request_report, request_view
 from medialane.types.feature import Feature, MediaSpan, StagedItem
-from medialane.types.media import STAGES, MediaRef, MediaSize
+from medialane.types.media import PDF_TYPE, STAGES, MediaRef, MediaSize
 from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision
 
 REPORT = b'{"items":[{"param":"x"}]}'
@@ -288,6 +288,42 @@ def test_report_of_several_prompts_is_about_one_with_media():
         assert msgspec.json.decode(request_report(scope.record))["stage"] == "url", "the last attempt"
 
 
+def pages_of(scope, *outcomes):
+    """The record of an image and a document, whose pages were found like this (None: not yet)."""
+    numbers = range(1, len(outcomes) + 1)
+    pages = [MediaRef("image", f"d.file#page={n}", data=b"12", media_type=PDF_TYPE, content="c") for n in numbers]
+    scope.record.received([MediaRef("image", "a", data=b"1"), *pages], model="m", streams=False, num_documents=1)
+    for page, is_hit in zip(pages, outcomes, strict=True):
+        if is_hit is not None:
+            with scope.record.finding(page) as timeline:
+                timeline.add("fetch" if is_hit else "decode", 0.02)
+            scope.record.prepared([item(page, "h", MediaSize(width=8, height=9), is_hit=is_hit)], [7])
+    return scope.record
+
+
+def test_report_sums_up_the_pages_of_a_document():
+    with open_scope() as scope:
+        report = msgspec.json.decode(request_report(pages_of(scope, True, False, None)))
+    assert [(page["param"], page["modality"], page["cache"]) for page in report["items"]] == [
+        ("d.file#page=1", "document", "hit"),
+        ("d.file#page=2", "document", "miss"),
+    ]
+    (document,) = report["documents"]
+    assert document.pop("ms") >= 0
+    assert document == {"param": "d.file", "num_pages": 2, "num_hits": 1, "num_tokens": 14}
+
+
+def test_operators_see_a_document_as_one_item():
+    with open_scope() as scope:
+        view = request_view(pages_of(scope, True, False, None))
+    assert (view.num_items, len(view.items)) == (4, 2)
+    document = view.items[1]
+    assert (document.param, document.modality, document.outcome) == ("d.file", "document", "new")
+    assert document.pages == {"hit": 1, "new": 1, "pending": 1}
+    assert (document.bytes, document.tokens, document.width, view.items[0].pages) == (2, 14, None, None)
+    assert document.stages_ms["decode"] == 20
+
+
 def test_scope_reports_items_in_request_order():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:
@@ -370,13 +406,13 @@ def test_documented_schema_is_that_of_the_report():
 
 
 def test_report_of_every_member_is_of_the_schema():
-    refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
+    refs = MediaRef("image", "a#page=1", data=b"1", media_type=PDF_TYPE), MediaRef("video", "b", data=b"2")
     decision = RoutingDecision(
         "w0", "idle", parts=CostParts(prefill=2.0), alternatives=(Alternative("w1", 0, 3.5, 16),)
     )
     with open_scope() as scope:
         scope.record.id = "mine-1"
-        scope.record.received(refs, model="m", streams=False)
+        scope.record.received(refs, model="m", streams=False, num_documents=1)
         items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
         scope.record.prepared(items, [4, 9])
         scope.record.sending(decision, HandoverPath(STAGES["features"], PullTransport(None)))

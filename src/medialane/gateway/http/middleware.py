@@ -11,9 +11,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,6 +46,7 @@ from medialane.gateway.intake import (
     extract_files,
     is_multipart,
     replay,
+    with_pages,
 )
 from medialane.gateway.records import (
     RecentRequests,
@@ -59,16 +61,16 @@ from medialane.gateway.request.scope import OpenRequests, RequestScope, current_
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
-from medialane.runtime.tasks import TAKER, LoopFairness
+from medialane.runtime.tasks import TAKER, LoopFairness, gather_or_cancel
 from medialane.types.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
-from medialane.types.media import MODALITIES
+from medialane.types.media import MODALITIES, DocumentOptions, MediaRef, OpenedDocument
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
-#: For handlers that listen for the client's disconnect: they cancel their work themselves, without an error.
+#: For a handler that is cancelled to end its work.
 _OWN_END_S = 0.02
 
 #: llm-d's name of a request's longest time to first token.
@@ -76,6 +78,10 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 
 #: Requests a report, as does the body's member `medialane`.
 REPORT_HEADER = b"x-medialane-report"
+
+#: Has the store open a document of the current request. Raises MedialaneError, which names its field, and
+#: ClientDisconnected.
+OpenDocument = Callable[[MediaRef, DocumentOptions], Coroutine[object, object, OpenedDocument]]
 
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
@@ -141,6 +147,10 @@ class ScopeMiddleware:
             request.trace.end()
         if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
             self._metrics.observe(request.timeline, record.ttft_ms)
+            if record.num_documents:
+                self._metrics.documents.inc(record.num_documents)
+                for page in chain.from_iterable(record.documents.values()):
+                    self._metrics.document_pages.labels(page.outcome or "failed").inc()
         if request.error_code is not None:
             self._metrics.request_errors.labels(request.error_code).inc()
         if self._recorder is not None and (body := request.extracted.body):
@@ -187,7 +197,8 @@ class IntakeMiddleware:
     """Passes JSON bodies and forms to the app without their media. Every body is read within its limits.
 
     As the innermost middleware, it also replaces the app's responses to our errors, and adds the report to responses
-    for which the client requested one, before any other middleware compresses them.
+    for which the client requested one, before any other middleware compresses them. Documents are opened here, all of a
+    request at once: the app gets their pages.
 
     If a client disconnects while it sends, the request ends: the app never sees an incomplete body. If it disconnects
     later, the request's scope ends whatever the request waits for.
@@ -201,16 +212,18 @@ class IntakeMiddleware:
         fairness: LoopFairness,
         *,
         queues: Queues | None = None,
+        open_document: OpenDocument | None = None,
         keeps_bodies: bool = False,
     ) -> None:
-        """`queues` are what clients' requests wait in. With `keeps_bodies`, what is left of a body stays with its
-        request until that ends, to be recorded."""
+        """`queues` are what clients' requests wait in. Without `open_document`, documents are refused. With
+        `keeps_bodies`, what is left of a body stays with its request until that ends, to be recorded."""
         self._app = app
         self._keeps_bodies = keeps_bodies
         self._media = media
         self._config = config
         self._fairness = fairness
         self._queues = queues
+        self._open_document = open_document
         self._memory = BodyMemory(
             config.max_bodies_bytes, tenant_share=config.tenant_share, least_share=media.max_body_bytes
         )
@@ -251,13 +264,13 @@ class IntakeMiddleware:
             watching = _ending_with_client(receive, request)
             if not request.extracted.has_id and not header(scope, REQUEST_ID):  # which would replace the body's
                 scope = with_id(scope, request.record.id)
-            scope, receive = _with_length(scope, len(body)), replay(body, receive)
+            scope, receive = _for_app(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
         try:
             with watching:
                 await self._app(scope, receive, sender)
-        except ClientDisconnected:
-            return
+        except ClientDisconnected as error:
+            await sender.end(error)
         except Exception as error:  # replaced if the request has failed with our error; any other is raised
             if not await sender.fail_stream(error):
                 raise
@@ -282,19 +295,40 @@ class IntakeMiddleware:
         body.release()
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
+        num_documents = len(intake.documents)
+        intake = msgspec.structs.replace(intake, refs=tuple(map(request.owned, intake.refs)))
+        if intake.documents:
+            try:
+                intake = await self._opened(intake, receive, request)
+            except ClientDisconnected:
+                return None
+            charge.set(intake.num_bytes)
         request.extracted = msgspec.structs.replace(
             intake,
-            refs=tuple(map(request.owned, intake.refs)),
             text_bytes=len(intake.body),
             body=intake.body if self._keeps_bodies else b"",
         )
-        request.record.received(intake.refs, model=intake.model, streams=intake.stream)
+        request.record.received(intake.refs, model=intake.model, streams=intake.stream, num_documents=num_documents)
         if queues is not None:
             queues.received(request)
             if not intake.refs:
                 await queues.render(request)
         request.timeline.enter("parse")
         return intake.body
+
+    async def _opened(self, intake: ExtractedMedia, receive: Receive, request: RequestScope) -> ExtractedMedia:
+        """Return what was extracted with the pages of its documents. Raises MedialaneError."""
+        if self._open_document is None:
+            message = "documents are not supported by this server: its model takes no images"
+            raise InvalidRequest(message, param=intake.refs[intake.documents[0].number].param)
+        with request.timeline.measure("store"), _ending_with_client(receive, request):
+            opened = await gather_or_cancel(
+                [self._open_document(intake.refs[sent.number], sent.options) for sent in intake.documents]
+            )
+        num_bytes = len(intake.body) + sum(len(page.text) for document in opened for page in document.pages)
+        work = partial(with_pages, intake, opened, self._media, self._config, references=request.references)
+        with request.timeline.measure("intake"):
+            return await self._fairness.run(num_bytes, work)
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:
         with request.timeline.measure("intake"):
@@ -307,19 +341,31 @@ class IntakeMiddleware:
 
 @contextmanager
 def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[None]:
-    """Disconnect the request's scope if the client disconnects during the block. `receive` has returned the body."""
+    """Cancel the block if the client disconnects during it, and raise ClientDisconnected. If it then goes on, what it
+    waits for ends by the request's scope. `receive` has returned the body."""
+    block = asyncio.current_task()
+    has_left = False
 
     async def watch() -> None:
+        nonlocal has_left
         while (await receive())["type"] != "http.disconnect":
             pass
+        if block is not None:
+            has_left = block.cancel()
         await asyncio.sleep(_OWN_END_S)
         request.disconnect()
 
     watching = asyncio.get_running_loop().create_task(watch(), name="client-watch")
     try:
         yield
+    except asyncio.CancelledError:
+        if not has_left or block is None or block.cancelling() > 1:
+            raise
+        raise ClientDisconnected("the client has disconnected") from None
     finally:
         watching.cancel()
+        if has_left and block is not None:
+            block.uncancel()
 
 
 def _reporting(send: Send, request: RequestScope) -> Send:
@@ -382,6 +428,9 @@ def _check_declared(scope: Scope, limit: int) -> int:
     return length
 
 
-def _with_length(scope: Scope, length: int) -> Scope:
+def _for_app(scope: Scope, length: int) -> Scope:
+    """Return the scope with the length of the body that the app gets. By the version of ASGI, responses need not listen
+    for the client's disconnect, with two tasks more a stream: `_ending_with_client` does."""
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
-    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+    asgi = {**scope.get("asgi", {}), "spec_version": "2.4"}
+    return {**scope, "asgi": asgi, "headers": [*headers, (b"content-length", str(length).encode())]}

@@ -183,6 +183,11 @@ class ErrorSender:
             await self._send({"type": "http.response.body", "body": event})
         return True
 
+    async def end(self, error: MedialaneError) -> None:
+        """Respond with `error` if there is no response yet. If nobody reads it, it is what requests are counted by."""
+        if not self._has_started:
+            await self._respond(error)
+
     async def _on_start(self, message: Message) -> None:
         error = self._error()
         if error is not None and message["status"] >= 400:

@@ -12,8 +12,9 @@ Theory of operation. Four steps; none reads a media payload byte by byte in Pyth
    place is skipped, since the application behind us validates it. Values are views of the skeleton, so each has a
    position, and the position identifies the payload that was cut from it: no marker is needed that a client could
    forge.
-4. *Extract* (`places`). Each place becomes a `MediaRef`, and its string in the body a reference, by slices of the
-   original body: every other byte is forwarded unchanged, payloads cut from other strings included.
+4. *Extract* (`places`, `documents`). Each place becomes a `MediaRef`, and its string in the body a reference, by slices
+   of the original body: every other byte is forwarded unchanged, payloads cut from other strings included. Once the
+   store has opened the documents, `with_pages` puts their pages in their places.
 
 medialane's extensions are read in the same pass: the options of an item next to its URL, and the body's member
 `medialane`, which is removed.
@@ -36,10 +37,12 @@ from medialane.gateway.intake.bodies import (
 from medialane.gateway.intake.extraction import (
     ExtractedMedia,
     check_salt,
+    data_bytes,
     extract,
     extract_files,
     form_fields,
     is_multipart,
+    with_pages,
 )
 from medialane.gateway.intake.limits import warm_up
 from medialane.gateway.intake.sent_features import placeholder_field
@@ -54,6 +57,7 @@ __all__ = [
     "Buffer",
     "ExtractedMedia",
     "check_salt",
+    "data_bytes",
     "extract",
     "extract_files",
     "form_fields",
@@ -61,4 +65,5 @@ __all__ = [
     "placeholder_field",
     "replay",
     "warm_up",
+    "with_pages",
 ]

@@ -1,5 +1,6 @@
 """`extract`: cut, count, parse and locate the media of a JSON body, and replace them by references. `extract_files`:
-the same for a form (`multipart/form-data`), an upload of speech for transcription or translation.
+the same for a form (`multipart/form-data`), an upload of speech for transcription or translation. `with_pages`: put the
+pages of documents in their places, once the store has opened them.
 
 A form is parsed by the library with which the application behind us parses it, so both see the same parts. The content
 of a file is replaced by a reference; every other byte is forwarded unchanged.
@@ -7,18 +8,23 @@ of a file is replaced by a reference; every other byte is forwarded unchanged.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.intake.documents import SentDocument, document_image, page_param
 from medialane.gateway.intake.limits import REPLACED_SURROGATES, check_counts, make_strict_json, scan_json
-from medialane.gateway.intake.places import Place, References
-from medialane.gateway.intake.search import decode_body, media_places, priority_of
+from medialane.gateway.intake.places import References
+from medialane.gateway.intake.search import Place, decode_body, media_places, priority_of
 from medialane.gateway.intake.sent_features import sent_features
 from medialane.gateway.intake.skeleton import (
     ABSENT,
@@ -35,6 +41,7 @@ from medialane.gateway.intake.skeleton import (
 )
 from medialane.media import MediaConfig
 from medialane.types.errors import (
+    BodyTooLarge,
     EmptyMedia,
     InvalidMediaUrl,
     InvalidRequest,
@@ -42,7 +49,7 @@ from medialane.types.errors import (
     MedialaneError,
     TooManyMediaItems,
 )
-from medialane.types.media import MediaRef
+from medialane.types.media import PDF_TYPE, MediaRef, OpenedDocument
 
 _DEFAULTS = GatewayConfig()
 
@@ -58,6 +65,9 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     `wants_report` is whether the client requests a report on its media; `priority`, `model`, `stream` and `cache_salt`
     are vLLM's fields. `has_id` is whether the client names the request by vLLM's `request_id`.
     `parse_error` is why the body could not be parsed for media, None if it was.
+
+    `documents` are references whose pages are not in the body yet (`with_pages`); if there are any, `prompts` has the
+    number of the prompt of each reference.
     """
 
     refs: tuple[MediaRef, ...] = ()
@@ -70,6 +80,8 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     stream: bool = False
     cache_salt: str | None = None
     has_id: bool = False
+    documents: tuple[SentDocument, ...] = ()
+    prompts: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"ExtractedMedia({len(self.body)} bytes, {self.refs})"
@@ -77,7 +89,12 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         """Bytes held: the body and the media that were inside it."""
-        return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
+        return len(self.body) + data_bytes(self.refs)
+
+
+def data_bytes(refs: Sequence[MediaRef]) -> int:
+    """Return the size of the media that came with a request. The pages of a document have the same bytes."""
+    return sum({id(ref.data): len(ref.data) for ref in refs if ref.data is not None}.values())
 
 
 def extract(
@@ -117,16 +134,11 @@ def extract(
         return ExtractedMedia((), apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
     _check_num_items(by_prompt, config)
     report = wants_report(parsed.medialane)
-    refs: list[MediaRef] = []
-    edits: list[Edit] = []
-    for place in chain.from_iterable(by_prompt):
-        reference = f'"{references.text(len(refs))}"'.encode()
-        try:
-            ref, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
-        except MedialaneError as error:
-            raise (error if error.param else error.at(place.param)) from error
-        refs.append(ref)
-        edits += made
+    items = _Items()
+    for prompt, places in enumerate(by_prompt):
+        for place in places:
+            items.add(place, prompt, skeleton, references, salt=cache_salt or "", config=config)
+    refs, edits = items.refs, items.edits
     if features is not None:
         edits.append(features.edit(skeleton, references, len(refs)))
         refs += [item.extract(skeleton, salt=cache_salt or "", config=config) for item in features.in_order]
@@ -146,7 +158,100 @@ def extract(
         stream=bytes(parsed.stream) == b"true",
         cache_salt=cache_salt,
         has_id=parsed.request_id not in (ABSENT, NULL),
+        documents=tuple(items.documents),
+        prompts=tuple(items.prompts) if items.documents else (),
     )
+
+
+class _Items:
+    """The items of a body, in order, with the prompt of each; its documents; and the edits that replace them."""
+
+    def __init__(self) -> None:
+        self.refs: list[MediaRef] = []
+        self.prompts: list[int] = []
+        self.documents: list[SentDocument] = []
+        self.edits: list[Edit] = []
+
+    def add(
+        self, place: Place, prompt: int, skeleton: Skeleton, references: References, *, salt: str, config: MediaConfig
+    ) -> None:
+        """Raises MedialaneError, which names a field."""
+        reference = f'"{references.text(len(self.refs))}"'.encode()
+        try:
+            found, made = place.extract(skeleton, reference, salt=salt, config=config)
+        except MedialaneError as error:
+            raise (error if error.param else error.at(place.param)) from error
+        if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
+            found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
+        self.edits += made
+        if isinstance(found, SentDocument):
+            self.documents.append(replace(found, number=len(self.refs)))
+            found = found.ref
+        if found is not None:
+            self.refs.append(found)
+            self.prompts.append(prompt)
+
+
+def with_pages(
+    found: ExtractedMedia,
+    opened: Sequence[OpenedDocument],
+    config: MediaConfig,
+    limits: GatewayConfig,
+    *,
+    references: References,
+) -> ExtractedMedia:
+    """Return what was extracted with the pages of its documents, opened in the same order, in place of each.
+
+    Raises TooManyMediaItems, and BodyTooLarge for a body that is too large with their texts; each names a document."""
+    documents = {sent.number: (sent, document) for sent, document in zip(found.documents, opened, strict=True)}
+    counts = [len(documents[n][1].pages) if n in documents else 1 for n in range(len(found.refs))]
+    _check_num_pages(found, counts, config)
+    first = list(accumulate(counts, initial=0))
+    refs: list[MediaRef] = []
+    for number, ref in enumerate(found.refs):
+        if number not in documents:
+            refs.append(ref)
+            continue
+        document = documents[number][1]
+        for page in document.pages:
+            param = page_param(ref.param, page.number)
+            refs.append(replace(ref, param=param, content=document.content_hash, io=page.io))
+
+    def parts(match: re.Match[bytes]) -> bytes:
+        number = int(match[1])
+        names = [f'"{references.text(n)}"'.encode() for n in range(first[number], first[number] + counts[number])]
+        if number not in documents:
+            return names[0]
+        sent, document = documents[number]
+        written: list[bytes] = []
+        for page, name in zip(document.pages, names, strict=True):
+            text = f"{text}\n" if (text := page.text.strip()) else ""
+            written += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
+            written.append(sent.form.image % name)
+        return b",".join(written)
+
+    body = re.sub(rb'"%b(\d+)"' % re.escape(references.prefix.encode()), parts, found.body)
+    if len(body) > limits.max_text_bytes:
+        message = f"the request body has {len(body)} bytes with the texts of its documents, more than"
+        param = found.refs[found.documents[0].number].param
+        raise BodyTooLarge(f'{message} {limits.max_text_bytes}: ask for fewer pages, or without "text"', param=param)
+    return replace(found, refs=tuple(refs), body=body, documents=(), prompts=())
+
+
+def _check_num_pages(found: ExtractedMedia, counts: Sequence[int], config: MediaConfig) -> None:
+    """Raise TooManyMediaItems if the pages of documents, and the other items beside them, are too many."""
+    of_prompt: Counter[int] = Counter()
+    for prompt, count in zip(found.prompts, counts, strict=True):
+        of_prompt[prompt] += count
+    for sent in found.documents:
+        param, pages = found.refs[sent.number].param, counts[sent.number]
+        for number, most in (
+            (of_prompt[found.prompts[sent.number]], config.max_items),
+            (sum(counts), config.max_batch_items),
+        ):
+            if number > most:
+                message = f"with the {pages} pages of this document the request has {number} media items, more than"
+                raise TooManyMediaItems(f"{message} {most}: ask for fewer of its `pages`", param=param)
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:

@@ -151,14 +151,13 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
         return ref, [(located.start, located.end, reference)]
 
 
-Place = MediaPlace | EmbedsPlace | UuidPlace
 #: The URL, the media type, and the bytes: either the URL or the bytes.
 _Read = tuple[str | None, str | None, bytes | None]
 
 
 def _read_base64(located: Located, media_type: str, config: MediaConfig) -> _Read:
     if bytes(located.raw[1 : 1 + len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
-        return _url(located), media_type, None
+        return plain_url(located), media_type, None
     return None, media_type, decode_base64(located.text(), config.max_data_url_bytes)
 
 
@@ -167,26 +166,26 @@ def _read_url(located: Located, modality: Modality, config: MediaConfig) -> _Rea
     reads."""
     head = located.head()
     if bytes(head[:5]).lower() != b"data:":
-        return _url(located), None, None
-    header, payload = _split(located, head)
+        return plain_url(located), None, None
+    header, payload = split_located(located, head)
     media_type = parse_header(header)
     if media_type == RDMA_TYPE:
         check_published(modality, config)
         if len(payload) > MAX_URL_BYTES:
             raise MediaTooLarge(f"the description of a published image has more than {MAX_URL_BYTES} bytes")
-        return _url(located), None, None
+        return plain_url(located), None, None
     is_frames = modality == "video" and media_type == "video/jpeg"
     return None, media_type, (read_jpeg_frames if is_frames else decode_base64)(payload, config.max_data_url_bytes)
 
 
-def _split(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
+def split_located(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
     """Return header and payload of a data: URL, without a copy if the payload was cut."""
     if located.payload and bytes(head).find(b",") == len(head) - 1:
         return bytes(head[:-1]), located.payload
     return split_data_url(located.text())
 
 
-def _url(located: Located) -> str:
+def plain_url(located: Located) -> str:
     try:
         url = str(located.text(), "utf-8")
     except UnicodeDecodeError as error:
@@ -254,21 +253,21 @@ def _read_frames(given: ItemOptions, param: str, config: MediaConfig) -> bytes:
     fps = _read(given.fps, f"{param}.fps")
     if fps is not None and not 0 < fps <= MAX_FPS:
         raise InvalidRequest(f"fps must be above 0 and at most {MAX_FPS}", param=f"{param}.fps")
-    num_frames = _read_count(given.num_frames, f"{param}.num_frames")
+    num_frames = read_count(given.num_frames, f"{param}.num_frames")
     if num_frames is not None and num_frames > config.max_sampled_frames:
         message = f"num_frames must be at most {config.max_sampled_frames}"
         raise TooManyFrames(message, param=f"{param}.num_frames")
-    max_frames = _read_count(given.max_frames, f"{param}.max_frames")
+    max_frames = read_count(given.max_frames, f"{param}.max_frames")
     if max_frames is not None:
         max_frames = min(max_frames, config.max_sampled_frames)
     return _canonical(fps=fps, num_frames=num_frames, max_frames=max_frames)
 
 
 def _read_pixels(given: ItemOptions, param: str, limit: int) -> bytes:
-    max_pixels = _read_count(given.max_pixels, f"{param}.max_pixels")
+    max_pixels = read_count(given.max_pixels, f"{param}.max_pixels")
     if max_pixels is not None:
         max_pixels = min(max_pixels, limit)
-    min_pixels = _read_count(given.min_pixels, f"{param}.min_pixels")
+    min_pixels = read_count(given.min_pixels, f"{param}.min_pixels")
     if min_pixels is not None and min_pixels > (max_pixels or limit):
         message = f"min_pixels must be at most {'max_pixels' if max_pixels else limit}"
         raise InvalidRequest(message, param=f"{param}.min_pixels")
@@ -279,7 +278,7 @@ def _canonical(**options: float | None) -> bytes:
     return canonical_options({key: value for key, value in options.items() if value is not None})
 
 
-def _read_count(raw: msgspec.Raw, param: str) -> int | None:
+def read_count(raw: msgspec.Raw, param: str) -> int | None:
     number = _read(raw, param)
     if number is not None and (not isinstance(number, int) or number < 1):
         raise InvalidRequest("the option must be a whole number of at least 1", param=param)

@@ -12,11 +12,11 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec.structs import astuple
 
+from medialane.gateway.intake.documents import FilePlace
 from medialane.gateway.intake.places import (
     EmbedsPlace,
     ItemOptions,
     MediaPlace,
-    Place,
     UuidPlace,
     decode_item,
 )
@@ -37,6 +37,8 @@ from medialane.gateway.intake.skeleton import (
 from medialane.types.media import MODALITIES, Modality, PartContent
 from medialane.types.tensor import UNNAMED
 
+Place = MediaPlace | EmbedsPlace | UuidPlace | FilePlace
+
 #: JSON values other than objects and arrays.
 _Scalar = str | int | float | bool | None
 
@@ -46,7 +48,8 @@ class _Object(msgspec.Struct, gc=False):
 
 
 class Part(msgspec.Struct, gc=False):
-    """A content part of a message. In Anthropic's API, `image` has a source, and `tool_result` has parts of its own.
+    """A content part of a message. In Anthropic's API, `image` and `document` have a source, and `tool_result` has
+    parts of its own.
 
     The members that can contain media come first, in the order of `types.media.MODALITIES`.
     """
@@ -59,6 +62,10 @@ class Part(msgspec.Struct, gc=False):
     input_audio: msgspec.Raw = ABSENT
     audio_embeds: msgspec.Raw = ABSENT
     source: msgspec.Raw = ABSENT
+    file: msgspec.Raw = ABSENT
+    file_data: msgspec.Raw = ABSENT
+    file_url: msgspec.Raw = ABSENT
+    file_id: msgspec.Raw = ABSENT
     content: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
     type: msgspec.Raw = ABSENT
     uuid: msgspec.Raw = ABSENT
@@ -203,6 +210,7 @@ _URL_OBJECTS = msgspec.json.Decoder(_UrlObject)
 _CONTENT_PARTS = msgspec.json.Decoder(_ContentPart)
 _BASE64_OBJECTS = msgspec.json.Decoder(_Base64Object)
 _SOURCES = msgspec.json.Decoder(_ImageSource)
+_decode_content = msgspec.json.Decoder(Message).decode
 
 
 class _PartKind(NamedTuple):
@@ -289,8 +297,10 @@ def _in_content_parts(parts: object) -> list[Place]:
 def _in_part(param: str, part: Part) -> list[Place]:
     """Return the places in a part; an item given only by its uuid counts if there are no others."""
     places = _given_places(param, part)
-    if part.source is not ABSENT and (source := _source_place(param, part)) is not None:
-        places.append(source)
+    if part.source is not ABSENT:
+        places += _source_places(param, part)
+    if not places and (file := _file_place(param, part)) is not None:
+        places.append(file)
     if isinstance(part.content, list) and string_or_none(part.type) == "tool_result":
         for j, inner in parts_with_media(part.content):
             places += _in_part(f"{param}.content[{j}]", inner)
@@ -310,18 +320,31 @@ def _given_places(param: str, part: Part) -> list[Place]:
     return [place for place in places if place is not None]
 
 
-def _source_place(param: str, part: Part) -> Place | None:
-    """Return the place of an Anthropic image. Like in vLLM: the source is base64 unless its type is `url`, and JPEG
-    unless it has a media type."""
-    if first_byte(part.source) != BRACE or string_or_none(part.type) != "image":
-        return None
+def _source_places(param: str, part: Part) -> list[Place]:
+    """Return the places of an Anthropic image or document, which may have images itself. Like in vLLM: the source of an
+    image is base64 unless its type is `url`, and JPEG unless it has a media type."""
+    kind = string_or_none(part.type)
+    if first_byte(part.source) != BRACE or kind not in ("image", "document"):
+        return []
+    if kind == "document":
+        inner = _decode_content(part.source).content
+        return [
+            FilePlace("document", f"{param}.source"),
+            *(place for k, each in parts_with_media(inner) for place in _in_part(f"{param}.source.content[{k}]", each)),
+        ]
     source = decode_item(part.source, _SOURCES, f"{param}.source")
-    if string_or_none(source.type) == "url":
-        return MediaPlace("image", f"{param}.source", source.url) if is_filled(source.url) else None
-    media_type = string_or_none(source.media_type) or "image/jpeg"
-    return (
-        MediaPlace("image", f"{param}.source", source.data, media_type=media_type) if is_filled(source.data) else None
-    )
+    is_url = string_or_none(source.type) == "url"
+    string = source.url if is_url else source.data
+    media_type = None if is_url else string_or_none(source.media_type) or "image/jpeg"
+    return [MediaPlace("image", f"{param}.source", string, media_type=media_type)] if is_filled(string) else []
+
+
+def _file_place(param: str, part: Part) -> FilePlace | None:
+    if part.file is not ABSENT:
+        is_file = first_byte(part.file) == BRACE and string_or_none(part.type) == "file"
+        return FilePlace("file", f"{param}.file") if is_file else None
+    has_file = part.file_data is not ABSENT or part.file_url is not ABSENT or part.file_id is not ABSENT
+    return FilePlace("input_file", param) if has_file and string_or_none(part.type) == "input_file" else None
 
 
 def _uuid_place(param: str, part: Part) -> Place | None:

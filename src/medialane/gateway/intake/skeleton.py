@@ -124,6 +124,8 @@ class Skeleton:
             at = end
         self.data = _joined([*kept, self.body[at:]])
         self._address: int | None = None
+        #: Members or elements of values that `value_at` has passed, by path.
+        self._inside: dict[tuple[str, ...], dict[str, msgspec.Raw] | list[msgspec.Raw]] = {}
 
     def locate(self, value: msgspec.Raw) -> Located:
         """Return the range in the body of a value of the skeleton, and the payload that was cut from it, if any."""
@@ -136,6 +138,18 @@ class Skeleton:
         payload = self.body[slice(*self._cuts[first])] if first < after else self.body[:0]
         escaped = self.data.find(b"\\", start, end) >= 0
         return Located(start + self._missing[first], end + self._missing[after], raw, payload, escaped)
+
+    def value_at(self, path: tuple[str, ...]) -> msgspec.Raw:
+        """Return a value by the names and indices that lead to it, of which there must be such members and elements.
+        However many are asked for, each object and list is decoded once. Raises the exceptions in UNREADABLE."""
+        if not path:
+            return msgspec.Raw(self.data)
+        *before, last = path
+        if (inside := self._inside.get(tuple(before))) is None:
+            within = self.value_at(tuple(before))
+            inside = decode_values(within) if first_byte(within) == BRACKET else decode_members(within)
+            self._inside[tuple(before)] = inside
+        return inside[int(last)] if isinstance(inside, list) else inside[last]
 
 
 def _find_payloads(body: Buffer, size: int) -> Iterator[tuple[int, int]]:

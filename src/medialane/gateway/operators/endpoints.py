@@ -319,8 +319,8 @@ def _wanted(query: str) -> tuple[RequestFilter, int]:
     texts = ("model", "tenant", "modality", "worker")
     fields = query_fields(query, (*texts, "slow", "failed", "live", "limit"))
     found: dict[str, Any] = {name: fields[name] for name in texts if name in fields}
-    if fields.get("modality", "") not in ("", "text", *MODALITIES):
-        raise InvalidRequest(f"modality must be one of {', '.join(MODALITIES)}, text", param="modality")
+    if fields.get("modality", "") not in ("", *(known := (*MODALITIES, "document", "text"))):
+        raise InvalidRequest(f"modality must be one of {', '.join(known)}", param="modality")
     if "slow" in fields:
         found["slow_ms"] = float(_number(fields, "slow", least=0))
     for name in ("failed", "live"):

@@ -139,8 +139,9 @@ function stateOf(view) {
 function mediaText(view) {
   if (!view.num_items) return 'text';
   const modalities = new Set(view.items.map((item) => item.modality));
-  const noun = modalities.size === 1 ? [...modalities][0] : 'item';
-  const fresh = view.items.filter((item) => item.outcome === 'new').length;
+  const only = modalities.size === 1 ? [...modalities][0] : 'item';
+  const noun = only === 'document' ? 'page' : only;
+  const fresh = view.items.reduce((sum, item) => sum + (item.pages ? item.pages.new ?? 0 : item.outcome === 'new'), 0);
   const name = view.num_items === 1 ? noun : `${count(view.num_items)} ${noun}${noun === 'audio' ? '' : 's'}`;
   return fresh ? `${name}, ${fresh === view.num_items ? 'new' : `${fresh} new`}` : name;
 }
@@ -233,13 +234,16 @@ function fall(view) {
   return make('div', {}, make('h3', {}, 'Steps'), make('div', {class: 'fall'}, ...lines));
 }
 
-const OUTCOMES = {hit: 'cached', shared: 'made for another request at the same time', new: 'new, prepared', sent: 'sent as it is'};
+const OUTCOMES = {hit: 'cached', shared: 'made for another request at the same time', new: 'new, prepared', sent: 'sent as it is', pending: 'not ready'};
+
+const numPages = (item) => (item.pages ? Object.values(item.pages).reduce((sum, number) => sum + number, 0) : 1);
 
 function items(view) {
   if (!view.num_items) return null;
   const lines = view.items.map((item) => {
     const length = item.frames ? plural(item.frames, 'frame') : item.samples ? plural(item.samples, 'sample') : null;
-    const known = [item.width && `${item.width} × ${item.height}`, length, item.bytes && bytes(item.bytes),
+    const pages = Object.entries(item.pages ?? {}).map(([outcome, number]) => `${plural(number, 'page')} ${OUTCOMES[outcome]}`);
+    const known = [...pages, item.width && `${item.width} × ${item.height}`, length, item.bytes && bytes(item.bytes),
       item.tokens && plural(item.tokens, 'token'), item.feature_bytes && `${bytes(item.feature_bytes)} of tensors`];
     const bar = make('span', {class: 'bar'});
     drawBar(bar, spent(item), 0, 1);
@@ -251,7 +255,7 @@ function items(view) {
         ...known, item.hash].filter(Boolean).join(' · ')),
       bar.children.length ? bar : null, times ? make('p', {class: 'muted'}, times) : null);
   });
-  const more = view.num_items - view.items.length;
+  const more = view.num_items - view.items.reduce((sum, item) => sum + numPages(item), 0);
   return make('div', {}, make('h3', {}, plural(view.num_items, 'media item')), ...lines, more > 0 ? make('p', {class: 'muted'}, `and ${more} more`) : null);
 }
 

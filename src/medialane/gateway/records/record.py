@@ -13,11 +13,12 @@ from typing import Literal
 
 import msgspec
 
+from medialane.gateway.intake.documents import page_of
 from medialane.gateway.request.handover_paths import HandoverPath
 from medialane.observability.timeline import MAX_STEPS, LiveStep, RequestTimeline
 from medialane.types.errors import ErrorReport, MedialaneError
 from medialane.types.feature import MediaSpan, MoverName, StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import MediaRef, MediaSize, MediaSource
 from medialane.types.request import EngineTimes, OutputDelta, RoutingDecision
 
 #: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
@@ -52,7 +53,7 @@ class ItemRecord:
 
     def __init__(self, ref: MediaRef) -> None:
         self.param = ref.param
-        self.modality = ref.modality
+        self.modality: MediaSource = ref.source  # of a page it is `document`
         self.source: Source = _source(ref)
         self.origin = _origin(ref.url or "")
         self.num_bytes = len(ref.data or b"")
@@ -174,7 +175,7 @@ class RequestRecord:
         self.model: str | None = None
         self.tenant: str | None = None
         self.streams: bool | None = None
-        self.num_items = 0
+        self.num_items = self.num_documents = 0
         self.items: dict[str, ItemRecord] = {}
         self.attempts: list[Attempt] = []
         self.sent: Attempt | None = None
@@ -191,11 +192,20 @@ class RequestRecord:
         self.shared_ms = 0.0
         self.ended_at: float | None = None
 
-    def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool) -> None:
-        """Record what the body has."""
+    def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool, num_documents: int = 0) -> None:
+        """Record what the body has; the pages of documents are items."""
         self.model, self.streams = None if model is None else model[:MAX_CHARS], streams
-        self.num_items = len(refs)
+        self.num_items, self.num_documents = len(refs), num_documents
         self.items = {ref.param: ItemRecord(ref) for ref in refs[:MAX_ITEMS]}
+
+    @property
+    def documents(self) -> dict[str, list[ItemRecord]]:
+        """The pages that are kept of each document, by its field."""
+        found: dict[str, list[ItemRecord]] = {}
+        for item in self.items.values() if self.num_documents else ():
+            if item.modality == "document":
+                found.setdefault(page_of(item.param)[0], []).append(item)
+        return found
 
     def finding(self, ref: MediaRef) -> _Finding:
         """Record that an item is looked up or made during the block. Its times are added to the request's."""

@@ -35,7 +35,7 @@ from pybase64 import b64encode
 from python_multipart.exceptions import FormParserError
 
 from medialane.gateway.config import RecordingConfig
-from medialane.gateway.intake import form_fields, is_multipart
+from medialane.gateway.intake import data_bytes, form_fields, is_multipart
 from medialane.gateway.intake.places import REFERENCE_SCHEME, References
 from medialane.gateway.records.record import RequestRecord
 from medialane.types.errors import StartupFailed
@@ -252,7 +252,7 @@ class Recordable(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
+        return len(self.body) + data_bytes(self.refs)
 
     def parsed(self) -> dict[str, Any]:
         """Return the body, references included; of a form its fields, with the file as `file_url`, as in vLLM's batch
@@ -340,7 +340,7 @@ class RecordedBody:
         if number is None:
             return text
         ref = self._request.refs[number]
-        if self._config.media == "whole":
+        if self._config.media == "whole" and ref.source != "document":  # its pages are in the body, not its file
             if ref.data is not None:
                 payload = self._request.references.text(number)
                 return payload if is_bare else f"data:{ref.media_type or ''};base64,{payload}"
@@ -363,9 +363,11 @@ class RecordedBody:
     def _stand_in(self, ref: MediaRef) -> MediaStandIn:
         item = self._request.record.items.get(ref.param)
         content = item.mm_hash if item is not None else ""
-        if not content:
-            content = blake3(ref.data).hexdigest() if ref.data is not None else f"{ref.url}"
         size, num_bytes = (MediaSize(), len(ref.data or b"")) if item is None else (item.size, item.num_bytes)
+        if ref.source == "document":  # each of its pages has all of its bytes
+            content, num_bytes = content or f"{ref.content} {ref.io!r}", 0
+        elif not content:
+            content = blake3(ref.data).hexdigest() if ref.data is not None else f"{ref.url}"
         key = self._redaction.name(content)
         return MediaStandIn(ref.modality, key, size.width, size.height, size.num_frames, size.num_samples, num_bytes)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord
 from medialane.types.feature import MoverName
-from medialane.types.media import MediaSize, Modality, StageName
+from medialane.types.media import MediaSize, MediaSource, StageName
 from medialane.types.request import Alternative, RoutingDecision
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
@@ -38,7 +38,7 @@ _CACHES: dict[str, Cache] = {"hit": "hit", "shared": "miss", "new": "miss", "sen
 
 
 class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was used of one item; members that do not apply are omitted.
+    """What was used of one item, or of one page of a document; members that do not apply are omitted.
 
     `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are the times
     of the sampled frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding`
@@ -46,7 +46,7 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     param: str
-    modality: Modality
+    modality: MediaSource
     cache: Cache
     mm_hash: str
     width: int = 0
@@ -56,6 +56,17 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     timestamps: tuple[float, ...] = ()
     num_tokens: int = 0
     embedding: EmbeddingOutcome | None = None
+
+
+class DocumentReport(msgspec.Struct, frozen=True):
+    """The pages of a document that are among the items, of which `num_hits` were cached: their tokens, and the time in
+    which all were found or made."""
+
+    param: str
+    num_pages: int
+    num_hits: int
+    num_tokens: int
+    ms: float
 
 
 class RoutingReport(msgspec.Struct, frozen=True):
@@ -89,6 +100,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     routing: RoutingReport | None = None
     times_ms: dict[str, float] = {}
     copied_bytes: int = 0
+    documents: tuple[DocumentReport, ...] = ()
 
 
 def request_report(record: RequestRecord) -> bytes:
@@ -104,6 +116,7 @@ def request_report(record: RequestRecord) -> bytes:
         routing=routing_of(record),
         times_ms={name: round(seconds * 1000, 2) for name, seconds in record.timeline.durations().items()},
         copied_bytes=record.timeline.copied_bytes,
+        documents=tuple(_document_report(param, pages) for param, pages in record.documents.items()),
     )
     return msgspec.json.encode(report)
 
@@ -123,6 +136,13 @@ def _media_report(item: ItemRecord, cache: Cache) -> MediaReport:
         num_tokens=item.num_tokens,
         embedding=item.embedding,
     )
+
+
+def _document_report(param: str, pages: list[ItemRecord]) -> DocumentReport:
+    known = [page for page in pages if page.outcome is not None]
+    seconds = max((p.ended_at for p in known), default=0.0) - min((p.started_at for p in known), default=0.0)
+    num_hits = sum(page.outcome == "hit" for page in known)
+    return DocumentReport(param, len(known), num_hits, sum(p.num_tokens for p in known), round(seconds * 1000, 2))
 
 
 def _timestamps(size: MediaSize) -> tuple[float, ...]:

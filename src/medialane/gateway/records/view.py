@@ -7,7 +7,8 @@ written once, when the request has ended, whatever ended it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -34,6 +35,7 @@ _PROBES = frozenset({"/health", "/ping", "/metrics"})
 #: Of a path that no route has.
 _MAX_PATH_CHARACTERS = 100
 
+_SLOWEST_FIRST: tuple[ItemOutcome, ...] = ("new", "shared", "sent", "hit")
 #: Of each item, in a line.
 _ITEM_FIELDS = ("modality", "outcome", "embedding", "source", "bytes", "tokens")
 _OMITTED: tuple[object, ...] = (None, "", {}, [])
@@ -50,8 +52,8 @@ class AttemptView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ItemView(msgspec.Struct, frozen=True):
-    """One media item; None is unknown, or does not apply. `bytes` is the size of its file, `feature_bytes` of what is
-    sent to the worker."""
+    """One media item, or a document, with the number of its `pages` by outcome (or `pending`); None is unknown, or does
+    not apply. `bytes` is the size of its file, `feature_bytes` of what is sent to the worker."""
 
     param: str
     modality: str
@@ -69,6 +71,7 @@ class ItemView(msgspec.Struct, frozen=True):
     samples: int | None
     tokens: int | None
     hash: str | None
+    pages: dict[str, int] | None = None
 
 
 class RequestView(msgspec.Struct, frozen=True):
@@ -112,7 +115,7 @@ def request_view(record: RequestRecord, gateway: str = "0", *, is_full: bool = F
         ttft_ms=None if (ttft_ms := record.ttft_ms) is None else round(ttft_ms, 1),
         stages_ms=_steps_of(record),
         num_items=record.num_items,
-        items=tuple(_item_view(item) for item in record.items.values()),
+        items=tuple(_item_views(record)),
         worker=record.worker,
         attempts=tuple(_attempt_view(attempt) for attempt in record.attempts),
         prompt_tokens=record.prompt_tokens,
@@ -142,6 +145,35 @@ def _item_view(item: ItemRecord) -> ItemView:
         samples=item.size.num_samples or None,
         tokens=item.num_tokens or None,
         hash=item.mm_hash[:HASH_DIGITS] or None,
+    )
+
+
+def _item_views(record: RequestRecord) -> Iterator[ItemView]:
+    """Yield the items in their order, a document as one."""
+    documents = {id(pages[0]): (param, pages) for param, pages in record.documents.items()}
+    for item in record.items.values():
+        if item.modality != "document":
+            yield _item_view(item)
+        elif id(item) in documents:
+            yield _document_view(*documents[id(item)])
+
+
+def _document_view(param: str, pages: list[ItemRecord]) -> ItemView:
+    """Return the sums of a document's pages; its outcome is the one that took longest."""
+    views = [_item_view(page) for page in pages]
+    outcomes = Counter(view.outcome or "pending" for view in views)
+    names = {name for view in views for name in view.stages_ms}
+    return msgspec.structs.replace(
+        views[0],
+        param=param,
+        outcome=next((outcome for outcome in _SLOWEST_FIRST if outcome in outcomes), None),
+        stage=next((view.stage for view in views if view.stage is not None), None),
+        stages_ms={name: max(view.stages_ms.get(name, 0.0) for view in views) for name in sorted(names)},
+        feature_bytes=sum(view.feature_bytes or 0 for view in views) or None,
+        tokens=sum(view.tokens or 0 for view in views) or None,
+        width=None,
+        height=None,
+        pages=dict(outcomes),
     )
 
 

@@ -57,6 +57,7 @@ from medialane.vllm_bridge.seams.api_server import (
     unload_adapters_by,
     validate_api_server_args,
     validate_in_thread,
+    without_listening,
 )
 from medialane.vllm_bridge.seams.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.seams.multimodal import processor_of, without_media_warm_up
@@ -89,6 +90,9 @@ UNSUPPORTED = {
     ),
 }  # fmt: skip
 
+
+#: Their routes come first: each of the 60 others is a regular expression, for the router and for vLLM's metrics.
+_FREQUENT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 #: Ends of the paths of calls that are answered without an engine.
 _WITHOUT_ENGINE = ("/render", "/derender", "/tokenize", "/detokenize", "/ping")
@@ -267,9 +271,11 @@ class Frontend:
         if self.profile is not None:
             client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
+        without_listening(app)
         for path, probe in (probes or {}).items():
             _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
+        app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in _FREQUENT)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         # With it, a document is scored by the worker that has its query: scores would be lost with that worker.
         self.args.enable_flash_late_interaction = False

@@ -20,6 +20,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.dependencies import utils
+from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from pydantic_core import SchemaValidator
 from starlette.datastructures import State
@@ -34,6 +35,7 @@ from vllm.entrypoints.pooling.scoring.protocol import RerankRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.logger import configure_logging_from_args
 from vllm.plugins.io_processors import has_io_processor
 from vllm.renderers import BaseRenderer
@@ -66,6 +68,19 @@ def count_media_tokens_by(expected: Callable[[Any], dict[str, int] | None]) -> N
 
     counted.__wrapped__ = count  # type: ignore[attr-defined]
     serving._get_mm_token_counts = counted
+
+
+#: Of the functions that vLLM's decorator makes of handlers.
+_LISTENING = with_cancellation(lambda: None).__code__
+
+
+def without_listening(app: FastAPI) -> None:
+    """Have no handler of `app` listen for the client's disconnect, with two tasks more a request: the server cancels
+    it."""
+    for route in (route for route in app.routes if isinstance(route, APIRoute)):
+        handler: Any = route.dependant.call
+        if getattr(handler, "__code__", None) is _LISTENING:
+            route.dependant.call = handler.__wrapped__
 
 
 # The validation of requests

@@ -161,6 +161,16 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     _api_server(
+        name="disconnecting clients",
+        purpose="a client's disconnect is listened for once, instead of by gateway, handler and response",
+        without="each request has two tasks more",
+        tests=("tests/contract/test_renderer_hook.py",),
+        seams=_seams("""
+            call vllm.entrypoints.serve.utils.api_utils:with_cancellation(handler_func)
+            read fastapi.routing:APIRoute with dependant
+        """),
+    ),
+    _api_server(
         name="media tokens",
         purpose="usage.prompt_tokens_details has the tokens of media in a prompt that a worker expands",
         without="multimodal_tokens is null for embeddings, and in stages decoded and url",
