@@ -38,7 +38,7 @@ from medialane.gateway.intake.skeleton import (
 from medialane.media import MediaConfig, decode_base64, parse_header, sniff_image
 from medialane.types.errors import EmptyMedia, InvalidRequest, UnknownMedia, UnsupportedMediaType
 from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
-from medialane.types.media_lease import MEDIA_SCHEME
+from medialane.types.media_lease import MEDIA_SCHEME, LeasedMedia
 
 #: Types of parts that are files.
 FileKind = Literal["file", "input_file", "document"]
@@ -252,7 +252,7 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         if bytes(head[:5]).lower() == b"data:":
             header, payload = split_located(located, head)
             return None, parse_header(header), decode_base64(payload, config.max_data_url_bytes)
-        if value is sent.url:
+        if value is sent.url or bytes(head[:8]).lower().startswith((b"http://", b"https://")):
             return plain_url(located), None, None
         return None, sent.media_type, decode_base64(located.text(), config.max_data_url_bytes)
 
@@ -271,10 +271,15 @@ def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple
     return SentDocument(bare, DocumentOptions(max_pixels=max_pixels), form), [(place.start, place.end, reference)]
 
 
-def uploaded(file_id: str) -> tuple[str, str]:
-    """Return the URL of a file of `/v1/files`, and its media type, as far as that matters. Raises UnknownMedia."""
-    if (match := _FILE_ID.fullmatch(file_id)) is None:
-        raise UnknownMedia(f"there is no file {file_id[:100]!r}: send it to /v1/files")
+def file_id(media: LeasedMedia) -> str:
+    """Return the id of a file of `/v1/files`, which says what it is."""
+    return f"file-{'pdf' if media.modality == 'document' else media.modality}-{media.hash}"
+
+
+def uploaded(name: str) -> tuple[str, str]:
+    """Return the URL of the file with this id, and its media type, as far as that matters. Raises UnknownMedia."""
+    if (match := _FILE_ID.fullmatch(name)) is None:
+        raise UnknownMedia(f"there is no file {name[:100]!r}: send it to /v1/files")
     return f"{MEDIA_SCHEME}{match[2]}", PDF_TYPE if match[1] == "pdf" else match[1]
 
 
