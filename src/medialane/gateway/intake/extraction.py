@@ -180,10 +180,12 @@ class _Items:
         reference = f'"{references.text(len(self.refs))}"'.encode()
         try:
             found, made = place.extract(skeleton, reference, salt=salt, config=config)
+            if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
+                found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
         except MedialaneError as error:
             raise (error if error.param else error.at(place.param)) from error
-        if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
-            found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
+        except UNREADABLE as error:
+            raise InvalidRequest(f"this cannot be read: {error}", param=place.param) from error
         self.edits += made
         if isinstance(found, SentDocument):
             self.documents.append(replace(found, number=len(self.refs)))
