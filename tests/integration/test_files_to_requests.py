@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -82,7 +83,7 @@ class Server:
         messages, sent = [{"type": "http.request", "body": body, "more_body": False}], []
 
         async def receive():
-            return messages.pop() if messages else {"type": "http.disconnect"}
+            return messages.pop() if messages else await asyncio.Event().wait()
 
         async def send(message):
             sent.append(message)
