@@ -183,7 +183,7 @@ async def test_refused_files_name_the_field(server):
         (PDF, {"colour": "red"}, 400, "colour"),
         (PDF, {"expires_after[seconds]": "soon"}, 400, "expires_after"),
         (b"", {}, 400, "file"),
-        (b"some text", {}, 415, None),
+        (b"some text", {}, 400, None),
         (PDF[:60], {}, 400, None),
     ):
         found, error = await server.send(data, fields=fields)
