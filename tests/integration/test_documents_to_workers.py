@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import zlib
 from contextlib import aclosing
 
 import numpy as np
@@ -14,12 +16,21 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.media import MediaConfig
+from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
-from medialane.testing.sample_media import sample_pdf
-from medialane.types.errors import InvalidDocument, TooManyPages, UnknownMediaUuid, UnsupportedMediaType
+from medialane.testing.sample_media import pdf_of, sample_pdf
+from medialane.types.errors import (
+    InvalidDocument,
+    PreparationFailed,
+    TooManyPages,
+    Unavailable,
+    UnknownMediaUuid,
+    UnsupportedMediaType,
+)
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
-from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
+from medialane.types.media import PDF_TYPE, Alias, DocumentOptions, MediaRef
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 PARAM = "messages[0].content[0].file"
@@ -166,11 +177,50 @@ async def test_document_sent_as_an_image_is_refused_with_advice_whether_or_not_i
             await ask(parts, document())
 
 
+async def test_alias_stands_for_a_document(arena, preparers, worker):
+    named = Alias("paper", "document", owner="me")
+    async with Parts(arena, preparers, [worker]) as parts:
+        first, _ = await ask(parts, document(alias=named))
+        again = MediaRef("image", PARAM, media_type=PDF_TYPE, alias=named)
+        opened, timeline = await ask(parts, again)
+        assert (opened, timeline.cache) == (first, "hit")
+
+
+async def test_page_that_takes_too_long_costs_its_own_request_alone(arena, worker):
+    pixels = zlib.compress(bytes(64 << 20), 9).decode("latin-1")
+    shown = "9 0 0 9 0 0 cm/X Do"
+    hangs = pdf_of(
+        [
+            "<</Type/Catalog/Pages 2 0 R>>",
+            "<</Type/Pages/Count 1/Kids[3 0 R]>>",
+            "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</XObject<</X 5 0 R>>>>/Contents 4 0 R>>",
+            f"<</Length {len(shown)}>>\nstream\n{shown}\nendstream",
+            "<</Type/XObject/Subtype/Image/Width 200000/Height 200000/ColorSpace/DeviceGray/BitsPerComponent 1"
+            f"/Filter/FlateDecode/Length {len(pixels)}>>\nstream\n{pixels}\nendstream",
+        ]
+    )
+    pool = PreparerPool(
+        PrepareConfig(num_preparers=1, image_timeout_s=1.0, start_timeout_s=15),
+        factory="medialane.testing.fake_processor:build_processor",
+        factory_config=b"{}",
+        arena=arena,
+        media=MediaConfig(),
+        environment=os.environ,
+    )
+    await pool.start()
+    try:
+        async with Parts(arena, pool, [worker]) as parts:
+            with pytest.raises((PreparationFailed, Unavailable)):
+                await ask(parts, MediaRef("image", PARAM, data=hangs, media_type=PDF_TYPE))
+            assert (await ask(parts, document()))[1].cache == "miss"
+    finally:
+        await pool.close()
+
+
 async def test_page_that_is_not_cached_needs_the_documents_bytes(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         opened = await parts.store_items.open_document(document(), SMALL)
-        for key in (opened.content_hash,):
-            arena.evict(key, "encoded")
+        arena.evict(opened.content_hash, "encoded")
         page, *_ = pages(document(), opened)
         with open_scope(), pytest.raises(UnknownMediaUuid):
             await parts.answer(prompt([replace(page, data=None)]))

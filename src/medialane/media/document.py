@@ -111,7 +111,7 @@ def open_document(data: memoryview, content: str, options: DocumentOptions, conf
         room, pages = config.max_document_text_bytes, []
         for number in wanted:
             width, height = _pixels(document.size(number), options, config)
-            text = document.text(number, room) if options.text else ""
+            text = document.text(number) if options.text else ""
             if (room := room - len(text.encode())) < 0:
                 raise MediaTooLarge(
                     f"the text of the document's pages has more than {config.max_document_text_bytes} bytes:"
@@ -258,8 +258,8 @@ class _Document:
             lib.FPDFBitmap_Destroy(bitmap)
         return pixels
 
-    def text(self, number: int, max_bytes: int) -> str:
-        """Return the text of a page; of one with more characters than `max_bytes`, as many and one."""
+    def text(self, number: int) -> str:
+        """Return the text of a page, as far as it is inside of it."""
         lib, box = self._lib, self._lib.FS_RECTF()
         with self._page(number) as page, ExitStack() as opened:
             read = lib.FPDFText_LoadPage(page)
@@ -267,8 +267,8 @@ class _Document:
                 raise InvalidDocument(f"page {number} of the document is damaged")
             opened.callback(lib.FPDFText_ClosePage, read)
             area = read, box.left, box.top, box.right, box.bottom
-            num_units = min(lib.FPDFText_GetBoundedText(*area, None, 0), max_bytes + 1)
-            units = (ctypes.c_ushort * max(0, num_units))()
+            num_units = max(0, lib.FPDFText_GetBoundedText(*area, None, 0))
+            units = (ctypes.c_ushort * num_units)()
             lib.FPDFText_GetBoundedText(*area, units, num_units)
         return bytes(units).decode("utf-16-le", "ignore").replace("\r\n", "\n").replace("\0", "")
 
