@@ -187,7 +187,7 @@ async def test_alias_stands_for_a_document(arena, preparers, worker):
 
 
 async def test_page_that_takes_too_long_costs_its_own_request_alone(arena, worker):
-    pixels = zlib.compress(bytes(64 << 20), 9).decode("latin-1")
+    pixels = zlib.compress(bytes(32 << 20), 9).decode("latin-1")
     shown = "9 0 0 9 0 0 cm/X Do"
     hangs = pdf_of(
         [
@@ -195,12 +195,12 @@ async def test_page_that_takes_too_long_costs_its_own_request_alone(arena, worke
             "<</Type/Pages/Count 1/Kids[3 0 R]>>",
             "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</XObject<</X 5 0 R>>>>/Contents 4 0 R>>",
             f"<</Length {len(shown)}>>\nstream\n{shown}\nendstream",
-            "<</Type/XObject/Subtype/Image/Width 200000/Height 200000/ColorSpace/DeviceGray/BitsPerComponent 1"
+            "<</Type/XObject/Subtype/Image/Width 100000/Height 100000/ColorSpace/DeviceGray/BitsPerComponent 1"
             f"/Filter/FlateDecode/Length {len(pixels)}>>\nstream\n{pixels}\nendstream",
         ]
     )
     pool = PreparerPool(
-        PrepareConfig(num_preparers=1, image_timeout_s=1.0, start_timeout_s=15),
+        PrepareConfig(num_preparers=1, image_timeout_s=0.5, start_timeout_s=15),
         factory="medialane.testing.fake_processor:build_processor",
         factory_config=b"{}",
         arena=arena,
