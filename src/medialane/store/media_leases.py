@@ -48,7 +48,7 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.hashing import owner_salt
-from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, MediaSource, modality_of, source_of
 from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
 from medialane.types.stats import MediaLeaseStats
 
@@ -61,6 +61,9 @@ MIB = 1 << 20
 
 #: Sizes reserved for media of an undeclared length; then the most that they may have.
 STEPS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+
+#: What is tried for media whose modality is not declared.
+_SOURCES: tuple[MediaSource, ...] = (*MODALITIES, "document")
 
 #: Has the client write to a new range of this size, after what it has written to the one before. The caller owns it.
 Write = Callable[[int], Awaitable[tuple[Reservation, Proceed]]]
@@ -133,14 +136,14 @@ class MediaLeases:
         with self._uploading(tenant) as resize:
             reservation, content = await self._received(call, resize, write)
             with reservation:
-                modality, media_type = sniffed(reservation.buffer, call.modality, self._media)
+                source, media_type = sniffed(reservation.buffer, call.modality, self._media)
                 entry = self._store.publish_as(
-                    reservation, modality=modality, salt=call.salt, content=content, media_type=media_type
+                    reservation, modality=modality_of(source), salt=call.salt, content=content, media_type=media_type
                 )
             try:
                 media = await self._described(entry, call)
                 if call.alias is not None:
-                    self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=modality), content)
+                    self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=source), content)
             except BaseException as error:  # cancellation included: the pin has no other owner
                 entry.release()
                 if isinstance(error, InvalidRequest) and not isinstance(error, UuidConflict):
@@ -214,7 +217,7 @@ class MediaLeases:
     async def _received(self, call: PutMedia, resize: Callable[[int], None], write: Write) -> tuple[Reservation, str]:
         """Return the range with the media, which the caller owns, and their content hash."""
         tenant = tenant_of(call.owner)
-        limits = [self._media.fetch_limits(m).max_bytes for m in MODALITIES if call.modality in (None, m)]
+        limits = [self._media.fetch_limits(m).max_bytes for m in _SOURCES if call.modality in (None, m)]
         most = min(max(limits), self._bytes.most_of(tenant))
         too_large = f"the media have more than {most} bytes, the most that this server keeps of one item of this client"
         if call.num_bytes > most:
@@ -238,15 +241,18 @@ class MediaLeases:
     async def _described(self, entry: Pin[EncodedMedia], call: PutMedia) -> LeasedMedia:
         """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
         for damaged ones."""
-        encoded = entry.value
-        size = oriented_size(self._store.bytes(encoded), self._media) if encoded.modality == "image" else None
+        encoded, source = entry.value, source_of(entry.value)
+        size = oriented_size(self._store.bytes(encoded), self._media) if source == "image" else None
         if size is None:
             size = MediaSize()
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
-                size = await self._pool.measure(entry)
+                if source == "document":
+                    await self._pool.probe_item(entry)
+                else:
+                    size = await self._pool.measure(entry)
         return LeasedMedia(
             media_hash(owner=call.owner, salt=call.salt, content=encoded.content_hash),
-            encoded.modality,
+            source,
             encoded.media_type,
             encoded.num_bytes,
             width=size.width,
@@ -319,22 +325,22 @@ def _hashes(content: str, owner: str, salt: str) -> set[str]:
     return {media_hash(owner=owner, salt=sent, content=content) for sent in ("", owner_salt(owner, ""), salt)}
 
 
-def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) -> tuple[Modality, str]:
+def sniffed(data: memoryview, declared: MediaSource | None, config: MediaConfig) -> tuple[MediaSource, str]:
     """Return the modality and media type of encoded bytes, whose modality may be declared. Raises what `sniff` raises,
     InvalidUpload for bytes that no modality recognises."""
     if declared is not None:
         return declared, sniff(data, declared, config)
     own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes
-    for modality in MODALITIES:
+    for source in _SOURCES:
         try:
-            return modality, sniff(data, modality, config)
+            return source, sniff(data, source, config)
         except UnsupportedMediaType:
             continue
         except InvalidRequest as error:
             own.append(to_report(error))
     if len(own) == 1:
         raise from_report(own[0])
-    message = "the body is not an image, a video or audio of a type that this server supports"
+    message = "the body is not an image, a video, audio or a PDF document of a type that this server supports"
     raise InvalidUpload(f"{message}, or it is damaged") if own else UnsupportedMediaType(message)
 
 

@@ -15,6 +15,9 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     PutFeature(call, ref, ...)->                            find or receive tensors that a client has sent, as FindItem
     FindFeature(call, hash) ->                              find a feature by its hash, whoever has sent its media
                             <-      ItemFound(call, hold, ...)
+    OpenDocument(call, ref, ...)->                          open a document, for its pages; nothing is rendered
+                            <-      SendData                as for FindItem
+                            <-      DocumentOpened(call, document)  nothing is held
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -68,7 +71,15 @@ from medialane.observability.timeline import TimelineReport
 from medialane.prepare.processor import Described
 from medialane.types.errors import ErrorReport, ProtocolViolation
 from medialane.types.feature import MAX_HEADER_BYTES, Feature, LocalCopy, RemoteEntry
-from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.types.media import (
+    Alias,
+    DocumentOptions,
+    EncodedMedia,
+    MediaRef,
+    MediaSize,
+    MediaSource,
+    OpenedDocument,
+)
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
@@ -77,7 +88,7 @@ from medialane.wire.connection import UNREADABLE, checked, other_version
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -246,6 +257,25 @@ class ItemDescribed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     described: Described | None
 
 
+class OpenDocument(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`ref` and `num_bytes` are as in FindItem; `ref` is to a document."""
+
+    call_id: int
+    ref: MediaRef
+    options: DocumentOptions
+    num_bytes: int | None = None
+    request_id: RequestId = ""
+
+    def __post_init__(self) -> None:
+        if self.ref.source != "document":
+            raise ValueError("not a reference to a document")
+
+
+class DocumentOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    document: OpenedDocument
+
+
 class ResolveAlias(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     ref: MediaRef
@@ -378,7 +408,7 @@ class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: Annotated[int, msgspec.Meta(ge=0)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_UPLOAD_S)]
     ttl_s: float | None = None
-    modality: Modality | None = None
+    modality: MediaSource | None = None
     alias: Alias | None = None
 
 
@@ -442,9 +472,28 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
+LongCall = (
+    FindItem
+    | DescribeItem
+    | OpenDocument
+    | PutFeature
+    | FindFeature
+    | FindEmbedding
+    | PullEntries
+    | PublishImage
+    | PutMedia
+)
 StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
-Found = ItemFound | ItemDescribed | EmbeddingFound | NoEmbedding | AliasResolved | EntriesHeld | EntriesPulled
+Found = (
+    ItemFound
+    | ItemDescribed
+    | DocumentOpened
+    | EmbeddingFound
+    | NoEmbedding
+    | AliasResolved
+    | EntriesHeld
+    | EntriesPulled
+)
 Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
 ToStore = StoreHello | StoreCall | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus

@@ -28,6 +28,7 @@ from medialane.store.messages import (
     CallFailed,
     Cancel,
     DescribeItem,
+    DocumentOpened,
     EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
@@ -44,6 +45,7 @@ from medialane.store.messages import (
     LongCall,
     MediaLeased,
     NoEmbedding,
+    OpenDocument,
     PassedEmbedding,
     PassHolds,
     Proceed,
@@ -394,7 +396,7 @@ class StoreSession:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
         if isinstance(call, LongCall):
             context = copy_context()
-            if isinstance(call, FindItem | DescribeItem | PutFeature):
+            if isinstance(call, FindItem | DescribeItem | OpenDocument | PutFeature):
                 context.run(request_id.set, call.request_id)  # for the log
             task = asyncio.get_running_loop().create_task(self._answer(call), context=context)
             self._tasks[call.call_id] = task
@@ -434,6 +436,9 @@ class StoreSession:
                 return await self._find(call)
             case DescribeItem():
                 return await self._describe(call)
+            case OpenDocument(call_id, _, options):
+                opening = partial(self._items.open_document, self._source(call), options)
+                return DocumentOpened(call_id, await self._with_memory(opening))
             case PutFeature():
                 return await self._put(call)
             case FindFeature(call_id, mm_hash):
@@ -478,7 +483,7 @@ class StoreSession:
         describe = partial(self._items.describe, self._source(call), call.options, call.size)
         return ItemDescribed(call.call_id, *await self._with_memory(describe))
 
-    def _source(self, call: FindItem | DescribeItem) -> ItemSource:
+    def _source(self, call: FindItem | DescribeItem | OpenDocument) -> ItemSource:
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
         return ItemSource(call.ref, RequestTimeline(), upload, partial(self._admit, call.call_id))
 

@@ -17,7 +17,7 @@ import msgspec
 from blake3 import blake3
 
 from medialane.types.errors import InvalidMediaUrl, InvalidRequest
-from medialane.types.media import Modality
+from medialane.types.media import MediaSource
 
 #: The beginning of such a URL.
 MEDIA_SCHEME = "medialane:media/"
@@ -36,7 +36,7 @@ class LeasedMedia(msgspec.Struct, frozen=True, array_like=True):
     others; 0 what does not apply or is not known."""
 
     hash: str
-    modality: Modality
+    modality: MediaSource
     media_type: str
     num_bytes: int
     remaining_s: float = 0.0
