@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
@@ -81,6 +82,14 @@ class _Record(NamedTuple):
     expires_at: float
 
 
+class _File(NamedTuple):
+    """What the client has said of a leased file."""
+
+    owner: str
+    name: str
+    purpose: str
+
+
 class _VideoMetadata(msgspec.Struct):
     duration: float = 0.0
 
@@ -89,6 +98,9 @@ class _Leased(NamedTuple):
     record: _Record
     entry: Pin[EncodedMedia]
     timer: asyncio.TimerHandle
+
+
+_NO_FILE = _File("", "", "")
 
 
 class MediaLeases:
@@ -120,6 +132,8 @@ class MediaLeases:
         self._clock = clock
         self._records = records
         self._leased: dict[str, _Leased] = {}
+        #: Names are too long for the records of the arena's file: they end with this store.
+        self._files: dict[str, _File] = {}
         self._restore()
 
     @property
@@ -150,7 +164,15 @@ class MediaLeases:
                     self._store.forget(content, call.salt)
                 raise
         key = bytes.fromhex(self._store.key(content, call.salt))
-        return self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
+        leased = self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
+        if call.purpose:
+            self._files[media.hash] = _File(call.owner, call.name, call.purpose)
+        return self._shown(self._leased[leased.hash].record)
+
+    def files_of(self, owner: str) -> list[LeasedMedia]:
+        """Return the leases on files that an owner has named."""
+        found = [media for media, file in self._files.items() if file.owner == owner]
+        return [self._shown(self._leased[media].record) for media in found]
 
     def ask(self, call: AskLease) -> LeasedMedia:
         """Find, renew or end a lease. Raises UnknownMedia, InvalidRequest (ttl)."""
@@ -258,6 +280,7 @@ class MediaLeases:
             width=size.width,
             height=size.height,
             duration_s=_duration_s(size),
+            created_at=round(time.time(), 3),
         )
 
     def _found(self, owner: str, salt: str, media: str) -> _Leased:
@@ -272,7 +295,9 @@ class MediaLeases:
         return leased
 
     def _shown(self, record: _Record) -> LeasedMedia:
-        return msgspec.structs.replace(record.media, remaining_s=max(0.0, record.expires_at - self._clock()))
+        remaining_s = max(0.0, record.expires_at - self._clock())
+        _, name, purpose = self._files.get(record.media.hash, _NO_FILE)
+        return msgspec.structs.replace(record.media, remaining_s=remaining_s, name=name, purpose=purpose)
 
     def _add(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
         """Lease an entry, or renew the lease on these media. Owns the pin from now on. Raises
@@ -299,6 +324,7 @@ class MediaLeases:
     def _end(self, media: str) -> None:
         self._records.erase(bytes.fromhex(media))
         record, entry, timer = self._leased.pop(media)
+        self._files.pop(media, None)
         timer.cancel()
         self._count(record.tenant, -record.media.num_bytes, num_items=-1)
         entry.release()

@@ -38,6 +38,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      MediaLeased(call, media)
     AskLease(call, ...)     ->                              find, renew or end the lease on such media
                             <-      MediaLeased(call, media)
+    ListLeases(call, owner) ->                              list the leases on files of an owner
+                            <-      LeasesListed(call, media)
     PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
                             <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
@@ -400,7 +402,8 @@ class ImagePublished(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The client has media of `owner` to be leased: `num_bytes` of them, 0 if it does not know, within `timeout_s`.
-    Without a `modality`, that is found out. The kind of the `alias` is not known yet."""
+    Without a `modality`, that is found out. The kind of the `alias` is not known yet. A file has a `name` and a
+    `purpose`, with which it is listed."""
 
     call_id: int
     owner: str
@@ -410,6 +413,8 @@ class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ttl_s: float | None = None
     modality: MediaSource | None = None
     alias: Alias | None = None
+    name: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    purpose: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -426,6 +431,18 @@ class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     media: LeasedMedia
+
+
+class ListLeases(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    owner: str
+
+
+class LeasesListed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The owner's leases on files, without those that were taken over from another store."""
+
+    call_id: int
+    media: list[LeasedMedia]
 
 
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -483,7 +500,7 @@ LongCall = (
     | PublishImage
     | PutMedia
 )
-StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
+StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease | ListLeases
 Found = (
     ItemFound
     | ItemDescribed
@@ -494,7 +511,7 @@ Found = (
     | EntriesHeld
     | EntriesPulled
 )
-Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
+Reply = Found | PullsGranted | ImagePublished | MediaLeased | LeasesListed | CallFailed
 ToStore = StoreHello | StoreCall | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

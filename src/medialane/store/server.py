@@ -42,6 +42,8 @@ from medialane.store.messages import (
     ImageSize,
     ItemDescribed,
     ItemFound,
+    LeasesListed,
+    ListLeases,
     LongCall,
     MediaLeased,
     NoEmbedding,
@@ -408,7 +410,7 @@ class StoreSession:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
+    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease | ListLeases) -> Reply:
         match call:
             case HoldEntries(call_id, ranges):
                 return EntriesHeld(call_id, [self.use.hold(pin) for pin in self._share(ranges)], ranges)
@@ -418,6 +420,8 @@ class StoreSession:
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
                 return MediaLeased(call.call_id, self._items.leases.ask(call))
+            case ListLeases(call_id, owner):
+                return LeasesListed(call_id, self._items.leases.files_of(owner))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply

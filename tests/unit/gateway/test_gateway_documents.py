@@ -190,6 +190,11 @@ async def test_a_document_becomes_its_pages_in_the_form_of_the_api(form):
     assert all(each.content for each in request.refs)
 
 
+async def test_large_numbers_reach_the_store_as_what_it_can_read():
+    _, request = await asked([chat_file(file_data=B64, dpi=10**30)])
+    assert request.store.asked[0][1].dpi == 1 << 31
+
+
 async def test_strings_may_be_written_with_escapes():
     body = json.dumps({"messages": [{"role": "user", "content": [chat_file(filename="é.pdf", file_data=DATA_URL)]}]})
     request = await Asked(body.replace("/", "\\/").encode(), Store())()
@@ -318,6 +323,7 @@ REFUSED = {
     "an unknown key": (chat_file(file_data=B64, page="1"), 400, "invalid_request", f"{FILE}.page", "mean pages"),
     "pages as a number": (chat_file(file_data=B64, pages=3), 400, "invalid_request", f"{FILE}.pages", "1-3,7"),
     "a resolution of 0": (chat_file(file_data=B64, dpi=0), 400, "invalid_request", f"{FILE}.dpi", "at least 1"),
+    "a string as a number": (chat_file(file_data=B64, dpi="a"), 400, "invalid_request", f"{FILE}.dpi", "a number"),
     "text after": (chat_file(file_data=B64, text="after"), 400, "invalid_request", f"{FILE}.text", '"before"'),
     "no data": (chat_file(filename="a.pdf"), 400, "empty_media", FILE, "file_data or file_id"),
     "no base64": (chat_file(file_data="data:application/pdf;base64,a b"), 400, "invalid_base64", FILE, "base64"),
@@ -344,6 +350,7 @@ async def test_refused_files_name_their_field(case):
         (document({"type": "base64", "data": B64, "dpis": 3}), "did you mean dpi"),
         (document({"type": "content", "content": [ ]}), "the document is empty"),
         (document({"type": "text"}), "a document's source is of type"),
+        (document({"type": "base64", "data": B64}, citations=3), "this cannot be read"),
         (document({"type": "base64", "data": B64}, titel="a"), "did you mean title"),
     ],
 )  # fmt: skip
