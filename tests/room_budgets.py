@@ -16,7 +16,7 @@ BUDGETS = {
     "observability": (1450, 6),
     "config": (850, 4),
     "wire": (2550, 11),
-    "media": (4350, 18),
+    "media": (4500, 18),
     "arena": (2650, 12),
     "prepare": (3500, 14),
     "transfer": (2400, 11),
