@@ -83,7 +83,9 @@ async def _run(options: Options, report: Report) -> Report:
         counted = await _counted(ours, model)
     report.tables["pages"] = [{"request": name, **outcomes} for name, (outcomes, _) in counted.items()]
     for name, (outcomes, expected) in counted.items():
-        report.bars.append(Bar(f"{name}: pages rendered, off {expected}", abs(outcomes["new"] - expected), 0, "at most"))
+        report.bars.append(
+            Bar(f"{name}: pages rendered, off {expected}", abs(outcomes["new"] - expected), 0, "at most")
+        )
     return report
 
 

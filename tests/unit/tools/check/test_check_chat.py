@@ -49,7 +49,9 @@ def test_every_pair_of_modalities_is_sent_in_both_orders():
 
 
 def test_plain_vllm_is_sent_the_pages_of_a_document():
-    cases = {case.name: without_documents(case.make()).body["messages"][0]["content"] for case in CHAT.cases(EVERYTHING)}
+    cases = {
+        case.name: without_documents(case.make()).body["messages"][0]["content"] for case in CHAT.cases(EVERYTHING)
+    }
     *pages, question = cases["document"]
     assert [part["type"] for part in pages] == ["text", "image_url"] * 2
     assert pages[0]["text"] == "Page 1 of document 1\nIt has (two) lines.\n"
