@@ -1,5 +1,5 @@
-"""`medialane demo`: images and a PDF through a gateway and two workers, each response compared with plain vLLM, which is
-sent the pages of the PDF as images, by token ids."""
+"""`medialane demo`: images and a PDF through a gateway and two workers, each response compared by token ids with plain
+vLLM, which is sent the pages of the PDF as images."""
 
 from __future__ import annotations
 
