@@ -147,13 +147,14 @@ def sample_pdf(pages: Sequence[str], *, width: int = 595, height: int = 842, fon
     return pdf_of(objects)
 
 
-def pdf_of(objects: Sequence[str]) -> bytes:
-    """Return a PDF file of these objects, numbered from 1; the first is its catalog. Characters are of Latin-1."""
+def pdf_of(objects: Sequence[str], *, trailer: str = "") -> bytes:
+    """Return a PDF file of these objects, numbered from 1, the first is its catalog; with further entries of its
+    `trailer`. Characters are of Latin-1."""
     body, starts = bytearray(b"%PDF-1.7\n"), list[int]()
     for number, content in enumerate(objects, 1):
         starts.append(len(body))
         body += f"{number} 0 obj\n{content}\nendobj\n".encode("latin-1")
     entries = "".join(f"{start:010} 00000 n \n" for start in starts)
     size = len(objects) + 1
-    end = f"xref\n0 {size}\n0000000000 65535 f \n{entries}trailer\n<</Size {size}/Root 1 0 R>>\nstartxref\n{len(body)}"
-    return bytes(body) + f"{end}\n%%EOF\n".encode()
+    table = f"xref\n0 {size}\n0000000000 65535 f \n{entries}trailer\n<</Size {size}/Root 1 0 R{trailer}>>"
+    return bytes(body) + f"{table}\nstartxref\n{len(body)}\n%%EOF\n".encode()

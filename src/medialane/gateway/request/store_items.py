@@ -117,7 +117,7 @@ class StoreItems:
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
         """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
-        if not ref.is_alias:
+        if not ref.is_alias or ref.page is not None:
             return ref
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
         return cast("AliasResolved", reply).ref
@@ -178,7 +178,7 @@ class StoreItems:
         finding its bytes raises.
         """
         timeline = RequestTimeline()
-        asked, num_bytes = await self._hashed(ref, timeline)
+        asked, num_bytes = await self._hashed(await self.resolve(ref), timeline)
 
         def ask(call_id: int) -> OpenDocument:
             return OpenDocument(call_id, asked, options, num_bytes, request_id=request_id.get())
