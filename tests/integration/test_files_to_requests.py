@@ -30,7 +30,7 @@ from medialane.types.feature import MediaPrompt
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 KEYS = {"search": "key of search", "nightly": "key of nightly"}
-PDF = sample_pdf(["first", "second"], width=40, height=30)
+PDF = sample_pdf(["first", "second"], width=160, height=100)
 FILES, CHAT = "/v1/files", "/v1/chat/completions"
 
 
@@ -131,7 +131,7 @@ async def test_file_is_used_listed_read_and_deleted(server):
         "status": "processed",
     }  # fmt: skip
     status, answer = await server.ask({"file_id": file["id"], "dpi": 72})
-    assert (status, answer) == (200, {"texts": ["first\n", "second\n"], "sizes": [[40, 30]] * 2, "cache": "miss"})
+    assert (status, answer) == (200, {"texts": ["first\n", "second\n"], "sizes": [[160, 100]] * 2, "cache": "miss"})
     assert (await server.ask({"file_id": file["id"], "dpi": 72}))[1]["cache"] == "hit"
     for path, found in ((FILES, lambda each: each["data"][0]), (f"{FILES}/{file['id']}", lambda each: each)):
         status, each = await server.call("GET", path)
@@ -193,9 +193,9 @@ async def test_refused_files_name_the_field(server):
 
 async def test_document_in_a_request_is_sent_to_the_store_once(server):
     file = {"filename": "report.pdf", "file_data": b64encode(PDF).decode(), "dpi": 72, "pages": "2"}
-    assert await server.ask(file) == (200, {"texts": ["report.pdf\nsecond\n"], "sizes": [[40, 30]], "cache": "miss"})
+    assert await server.ask(file) == (200, {"texts": ["report.pdf\nsecond\n"], "sizes": [[160, 100]], "cache": "miss"})
     assert (await server.ask({**file, "pages": "1,2", "text": "none"}))[1] == {
-        "texts": ["report.pdf\n"], "sizes": [[40, 30]] * 2, "cache": "mixed",
+        "texts": ["report.pdf\n"], "sizes": [[160, 100]] * 2, "cache": "mixed",
     }  # fmt: skip
     for options, code in (
         ({"pages": "3"}, "invalid_request"),

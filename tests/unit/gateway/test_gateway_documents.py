@@ -53,8 +53,9 @@ class Store:
 class Asked:
     """One request through both middlewares: `body` is what the app got, with `<n>` for reference n."""
 
-    def __init__(self, document, store=None, *, path="/v1/chat/completions", config=None, **limits):
+    def __init__(self, document, store=None, *, path="/v1/chat/completions", config=None, leaves=False, **limits):
         self.store, self.body, self.refs, self.sent = store, None, (), []
+        self._leaves = leaves
         self._document, self._path = document, path
         self._intake = Intake(
             self._app, config, MediaConfig(**limits), open_document=None if store is None else store.open
@@ -65,7 +66,9 @@ class Asked:
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive():
-            return messages.pop() if messages else await asyncio.Event().wait()
+            if messages:
+                return messages.pop()
+            return {"type": "http.disconnect"} if self._leaves else await asyncio.Event().wait()
 
         async def send(message):
             self.sent.append(message)
@@ -366,6 +369,17 @@ async def test_the_error_of_a_document_is_the_answer():
     assert request.error == (400, "invalid_document", FILE, "the document is encrypted")
     request = await Asked({"messages": [{"role": "user", "content": [chat_file(file_data=B64)]}]})()
     assert request.error[:3] == (400, "invalid_request", FILE)
+
+
+async def test_client_that_leaves_while_its_document_is_opened_ends_the_request():
+    class Waiting(Store):
+        async def open(self, ref, options):
+            async with current_scope().connected():
+                await asyncio.Event().wait()
+
+    body = {"messages": [{"role": "user", "content": [chat_file(file_data=B64), chat_file(file_data=B64)]}]}
+    request = await Asked(body, Waiting(), leaves=True)()
+    assert (request.body, request.sent) == (None, [])
 
 
 async def test_pages_count_as_items_of_their_prompt():
