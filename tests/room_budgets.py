@@ -22,7 +22,7 @@ BUDGETS = {
     "transfer": (2400, 11),
     "store": (4100, 13),
     "routing": (2000, 9),
-    "gateway": (15300, 55),
+    "gateway": (15400, 55),
     "worker": (2700, 11),
     "vllm_bridge": (13000, 58),
     "cluster": (3650, 13),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
+from medialane.gateway.http.access import FILES_PATH
 from medialane.gateway.http.media_endpoint import PIECE_BYTES, put_media
 from medialane.gateway.http.responses import NO_STORE, header, query_fields, send_response
 from medialane.gateway.intake import read_upload
@@ -28,9 +29,8 @@ from medialane.types.media_lease import LeasedMedia, leased_hash, salt_of
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
-FILES_PATH = "/v1/files"
-FILE_PATH = "/v1/files/{file_id}"
-CONTENT_PATH = "/v1/files/{file_id}/content"
+FILE_PATH = f"{FILES_PATH}/{{file_id}}"
+CONTENT_PATH = f"{FILE_PATH}/content"
 
 #: Of files that requests read; no job of this server reads others.
 _PURPOSES = ("user_data", "assistants", "vision")

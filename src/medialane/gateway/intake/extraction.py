@@ -338,9 +338,17 @@ def is_multipart(content_type: bytes | None) -> bool:
 
 
 def extract_files(
-    body: Buffer, content_type: bytes, config: MediaConfig, limits: GatewayConfig, *, references: References, size: int
+    body: Buffer,
+    content_type: bytes,
+    config: MediaConfig,
+    limits: GatewayConfig,
+    *,
+    references: References,
+    size: int,
+    max_file_bytes: int | None = None,
 ) -> ExtractedMedia:
-    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead.
+    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead. Without
+    `max_file_bytes` they may be as large as audio.
 
     Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`, or no `cache_salt`
     although it is required), which name the field, and BodyTooLarge for a form that is too large without its files. A
@@ -360,7 +368,7 @@ def extract_files(
     salt = form.fields.get(b"cache_salt", b"").decode("utf-8", "replace")
     if files:
         check_salt(salt, limits)
-    refs = tuple(_reference(file, data, salt, config) for file in files)
+    refs = tuple(_reference(file, data, salt, max_file_bytes or config.max_audio_bytes) for file in files)
     report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
     model, stream = (form.fields.get(name, b"").decode("utf-8", "replace") for name in (b"model", b"stream"))
     is_streamed = stream.lower() == "true"
@@ -392,12 +400,12 @@ def read_upload(body: bytes, content_type: bytes, allowed: Collection[str]) -> t
     return form.files[0].filename, fields
 
 
-def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> MediaRef:
-    num_bytes, most = file.end - file.start, max(config.max_audio_bytes, config.max_document_bytes)
+def _reference(file: _File, data: bytes, salt: str, max_bytes: int) -> MediaRef:
+    num_bytes = file.end - file.start
     if not num_bytes:
         raise EmptyMedia("the file is empty", param=file.name)
-    if num_bytes > most:
-        message = f"the file has {num_bytes} bytes, more than {most}"
+    if num_bytes > max_bytes:
+        message = f"the file has {num_bytes} bytes, more than {max_bytes}"
         raise InvalidUpload(message, param=file.name)
     return MediaRef("audio", file.name, data=data[file.start : file.end], salt=salt)
 
