@@ -63,10 +63,10 @@ def body(path, content, **options):
 def written(path, answer):
     """What the model has written, and the tokens of the prompt."""
     if path == "/v1/responses":
-        return answer.json["output"], answer.json["usage"]["input_tokens"]
+        return [answer.json["output"], answer.json["usage"]["input_tokens"]]
     if path == "/v1/messages":
-        return answer.json["content"], answer.json["usage"]["input_tokens"]
-    return answer.json["choices"], answer.json["usage"]["prompt_tokens"]
+        return [answer.json["content"], answer.json["usage"]["input_tokens"]]
+    return [answer.json["choices"], answer.json["usage"]["prompt_tokens"]]
 
 
 FORMS = {CHAT: as_chat, "/v1/responses": as_responses, "/v1/messages": as_messages}
