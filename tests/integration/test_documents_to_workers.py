@@ -7,6 +7,7 @@ import io
 from contextlib import aclosing
 
 import numpy as np
+import pypdfium2
 import pytest
 from gateway_parts import Parts
 from msgspec.structs import replace
@@ -19,8 +20,6 @@ from medialane.types.errors import InvalidDocument, TooManyPages, UnknownMediaUu
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
 from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
-
-pypdfium2 = pytest.importorskip("pypdfium2")
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 PARAM = "messages[0].content[0].file"
