@@ -55,6 +55,7 @@ MODULES = {
     "protobuf": "google.protobuf.message",
     "psutil": "psutil",
     "pybase64": "pybase64",
+    "pypdfium2": "pypdfium2_raw",
     "pyyaml": "yaml",
     "pyzmq": "zmq",
     "regex": "regex",

@@ -35,7 +35,11 @@ CLIENTS = {
 
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_it_gets_what_plain_vllm_gives(name, ours, plain, media, subtests):
-    settings = [{"base_url": server.base_url, "model": server.model, "key": "", **media} for server in (ours, plain)]
+    """Plain vLLM gets the pages of documents instead of these."""
+    settings = [
+        {"base_url": server.base_url, "model": server.model, "key": "", "takes_documents": server is ours, **media}
+        for server in (ours, plain)
+    ]
     await CLIENTS[name].asks_the_same(*settings, subtests)
     await eventually(lambda: in_flight(ours, 0), "requests that the client has left are ended")
 

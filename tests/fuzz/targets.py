@@ -22,6 +22,7 @@ from medialane.media import (
     decode,
     decode_base64,
     measure,
+    open_document,
     oriented_size,
     parse_header,
     probe,
@@ -30,8 +31,9 @@ from medialane.media import (
 )
 from medialane.media.http_cache import freshness_of
 from medialane.media.url_guard import UrlGuard
+from medialane.testing.sample_media import pdf_of, sample_pdf
 from medialane.types.errors import MedialaneError
-from medialane.types.media import FrameBatch, Modality, Video
+from medialane.types.media import PDF_TYPE, DocumentOptions, FrameBatch, Modality, Video
 from video_clips import clip
 
 #: Small enough that no valid image takes long.
@@ -199,6 +201,43 @@ def _compare_sizes(data: bytes, modality: Modality) -> None:
     assert from_header in (None, decoded), f"{from_header} is read, {decoded} is decoded"
 
 
+def _open_document(data: bytes) -> None:
+    """Each page has the size that was said before it is rendered."""
+    view = memoryview(data)
+    sniff(data, "document", CONFIG)
+    for page in open_document(view, "", DocumentOptions(max_pixels=20_000, max_pages=4), CONFIG).pages:
+        given = {"media_type": PDF_TYPE, "io": page.io, "config": CONFIG, "sampler": None}
+        size = decode(view, "image", **given).size
+        assert (size.width, size.height) == (page.width, page.height)
+
+
+def _documents() -> list[bytes]:
+    """Text, and a page with a drawing, an image, an annotation and a field of a form."""
+    drawing = "1 0 0 rg 9 9 m 50 90 90 9 70 20 c h f q 30 0 0 30 50 50 cm BI /W 2 /H 2 /BPC 8 /CS /G ID abcd EI Q"
+    field = "<</Type/Annot/Subtype/Widget/FT/Tx/T(a)/V(b)/Rect[9 9 60 30]/DA(/F 9 Tf 0 g)/MK<</BG[1 0 0]>>>>"
+    return [
+        sample_pdf(["some text", "and\nmore"], width=100, height=80),
+        pdf_of(
+            [
+                "<</Type/Catalog/Pages 2 0 R/AcroForm<</Fields[5 0 R]/NeedAppearances true>>>>",
+                "<</Type/Pages/Count 1/Kids[3 0 R]/MediaBox[0 0 100 100]/Rotate 90>>",
+                "<</Type/Page/Parent 2 0 R/CropBox[5 5 90 80]/Contents 4 0 R/Annots[5 0 R 6 0 R]>>",
+                f"<</Length {len(drawing)}>>\nstream\n{drawing}\nendstream",
+                field,
+                "<</Type/Annot/Subtype/Square/Rect[20 20 80 80]/C[0 0 1]/Border[0 0 3]>>",
+            ]
+        ),
+    ]
+
+
+_DOCUMENT_TOKENS = [
+    b"obj", b"endobj", b"stream", b"endstream", b"xref", b"trailer", b"startxref", b"/Kids[", b"/Count", b"/Parent",
+    b"/MediaBox", b"/Contents", b"/Filter/FlateDecode", b"/Filter/ASCIIHexDecode", b"/Length", b"/Annots", b"/Rect[",
+    b"0 R", b"<<", b">>", b"[", b"]", b"(", b")", b"-1", b"9999999999", b"%PDF-", b"BT", b"Tf", b"Tj", b"cm", b"Do",
+    b"sh", b"/Type/ObjStm", b"/Encrypt", b"/Root", b"/OCProperties", b"/XFA", b"q ", b"Q ",
+]  # fmt: skip
+
+
 def _is_damaged(data: bytes) -> bool:
     """Whether vLLM decodes what can be decoded of the image, and does not rotate it."""
     try:
@@ -288,6 +327,7 @@ LARGE_BYTES = 20 << 20
 DECODE_IMAGE = Target("decode_image", lambda data: decode_image(data, CONFIG), IMAGES, _IMAGE_TOKENS)
 PROBE = Target("probe", _probe, [*_audio_and_clips(), *IMAGES[-2:]], _AUDIO_TOKENS)
 MEASURE = Target("measure", _measure, [*IMAGES, *_clips(), *_sounds()], [*_IMAGE_TOKENS, *_AUDIO_TOKENS])
-DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE, MEASURE)}
+DOCUMENT = Target("document", _open_document, _documents(), _DOCUMENT_TOKENS)
+DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE, MEASURE, DOCUMENT)}
 DECODE_S = 5.0
 DECODE_BYTES = 1 << 30

@@ -197,7 +197,7 @@ class ScriptedFetcher:
             return self.fresh[ref.url]
         self.num_fetches += 1
         data = self.contents[ref.url]
-        body, found = self.bodies.open(ref.modality, ref.salt, len(data)), content_hash(data)
+        body, found = self.bodies.open(ref.source, ref.salt, len(data)), content_hash(data)
         body.write(data)
         body.finish(found)
         return found

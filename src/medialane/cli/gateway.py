@@ -31,6 +31,7 @@ from medialane.gateway import (
     AppBackend,
     BoundedServer,
     Encoders,
+    FilesEndpoint,
     GatewayConfig,
     GatewayMetrics,
     Health,
@@ -427,6 +428,7 @@ class _Gateway:
             admit=backend.admit,
             num_tokens=backend.num_image_tokens,
         )
+        files = FilesEndpoint(self._store, self._fairness, admit=backend.admit, read=backend.read)
         operators = OperatorEndpoints(
             addresses.gateway_index,
             model=self._frontend.model_name,
@@ -438,7 +440,7 @@ class _Gateway:
             ask_others=ask_others,
         )
         actions["GET /medialane/decisions"] = operators.decisions
-        endpoints: dict[str, Any] = dict(media.routes) if self._frontend.takes_media else {}
+        endpoints: dict[str, Any] = {**media.routes, **files.routes} if self._frontend.takes_media else {}
         if self._settings.page:
             endpoints |= operators.routes
             if group is not None:
@@ -465,6 +467,7 @@ class _Gateway:
                     config=self._settings,
                     fairness=self._fairness,
                     queues=backend.queues,
+                    open_document=backend.open_document if self._frontend.takes_media else None,
                     keeps_bodies=self._recorder is not None,
                 ),
             ],

@@ -20,7 +20,9 @@ from medialane.media.data_url import (
     split_data_url,
 )
 from medialane.media.decoders import decode, installed_kinds, measure, needs_probe, probe, sniff
+from medialane.media.document import is_pdf, open_document
 from medialane.media.embeds import read_embeds
+from medialane.media.image import png_of
 from medialane.media.image_header import image_size, oriented_size, sniff_image
 
 __all__ = [
@@ -35,13 +37,16 @@ __all__ = [
     "decode_base64",
     "image_size",
     "installed_kinds",
+    "is_pdf",
     "is_published",
     "measure",
     "needs_probe",
+    "open_document",
     "oriented_size",
     "parse_header",
     "pixmap_header",
     "pixmap_size",
+    "png_of",
     "probe",
     "read_embeds",
     "read_published",

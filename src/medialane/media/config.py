@@ -10,7 +10,7 @@ import msgspec
 from msgspec import field
 
 from medialane.types.errors import StartupFailed
-from medialane.types.media import Modality
+from medialane.types.media import MediaSource, Modality
 from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,6 +25,12 @@ MIB = 1 << 20
 
 #: vLLM's limit on pixels, above which Pillow refuses to open an image.
 _PILLOW_MAX_PIXELS = 178_956_970
+
+#: Highest resolution of a page: above it, a small page would have more pixels than any model uses.
+MAX_DPI = 1200
+
+#: A preparer sends the text of a document's pages in one message.
+MAX_TEXT_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,16 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """most memory for the samples of one audio item, all channels"""
     max_audio_channels: PositiveInt = field(default=8, name="media-max-audio-channels")
     """most audio channels"""
+    max_document_bytes: PositiveInt = field(default=32 * MIB, name="media-max-document-bytes")
+    """largest document (PDF), fetched or sent"""
+    max_document_pages: PositiveInt = field(default=100, name="media-max-document-pages")
+    """most pages of a document, or of those that a request chooses"""
+    max_document_text_bytes: PositiveInt = field(default=MIB, name="media-max-document-text-bytes")
+    """most text of the pages of a document"""
+    max_page_pixels: PositiveInt = field(default=8_000_000, name="media-max-page-pixels")
+    """most pixels of a page of a document; larger ones are rendered at a lower resolution"""
+    document_dpi: PositiveInt = field(default=144, name="media-document-dpi")
+    """resolution of the pages of documents, unless a request has one"""
     max_items: PositiveInt = field(default=16, name="media-max-items")
     """most media items of one prompt (besides vLLM's --limit-mm-per-prompt)"""
     max_batch_items: PositiveInt = field(default=256, name="media-max-batch-items")
@@ -96,6 +112,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """the same for one audio item"""
     video_fetch_timeout_s: PositiveFloat = field(default=30.0, name="media-video-fetch-timeout")
     """the same for one video"""
+    document_fetch_timeout_s: PositiveFloat = field(default=20.0, name="media-document-fetch-timeout")
+    """the same for one document"""
     min_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="media-min-rate-bytes-per-s")
     """slower fetches lose their place among --media-max-fetches while other hosts wait (503 `media_overloaded`); 0:
     never"""
@@ -117,6 +135,10 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_bounds(self)
         if self.max_image_pixels > _PILLOW_MAX_PIXELS:
             raise StartupFailed(f"max_image_pixels must be at most {_PILLOW_MAX_PIXELS}")
+        if self.max_document_text_bytes > MAX_TEXT_BYTES:
+            raise StartupFailed(f"max_document_text_bytes must be at most {MAX_TEXT_BYTES}")
+        if self.document_dpi > MAX_DPI:
+            raise StartupFailed(f"document_dpi must be at most {MAX_DPI}")
         self._check_hosts()
         if not all(0 < port < 65536 for port in self.allowed_media_ports):
             raise StartupFailed("allowed_media_ports must be between 1 and 65535")
@@ -135,9 +157,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
             except ValueError as error:
                 raise StartupFailed(f"allowed_media_domains: {error}") from error
 
-    def fetch_limits(self, modality: Modality) -> FetchLimits:
-        """Return the limits for fetching one item of this modality."""
-        return FetchLimits(getattr(self, f"max_{modality}_bytes"), getattr(self, f"{modality}_fetch_timeout_s"))
+    def fetch_limits(self, source: MediaSource) -> FetchLimits:
+        """Return the limits for fetching one item of this modality, or a document."""
+        return FetchLimits(getattr(self, f"max_{source}_bytes"), getattr(self, f"{source}_fetch_timeout_s"))
 
     def max_pixels(self, modality: Modality) -> int:
         """Return the most pixels of an image or a frame, for a modality that has pixels."""

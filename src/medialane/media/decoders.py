@@ -28,10 +28,22 @@ from medialane.media.audio import check_audio, decode_audio, measure_audio
 from medialane.media.config import MediaConfig
 from medialane.media.container import sniff_audio, sniff_video
 from medialane.media.data_url import PIXMAP_TYPE, decode_pixmap, pixmap_size
+from medialane.media.document import check_document, is_pdf, render_page, sniff_document
 from medialane.media.image import check_image, decode_image, measure_image
 from medialane.media.image_header import sniff_image
 from medialane.types.errors import UnsupportedMediaType
-from medialane.types.media import MODALITIES, AudioIo, Decoded, FrameSampler, MediaSize, Modality
+from medialane.types.media import (
+    MODALITIES,
+    PDF_TYPE,
+    AudioIo,
+    Decoded,
+    FrameSampler,
+    MediaSize,
+    MediaSource,
+    Modality,
+    PageIo,
+    modality_of,
+)
 
 #: A module, or the reason why it cannot be loaded.
 Library = ModuleType | str
@@ -89,9 +101,10 @@ _AUDIO_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
 
 
-def image_kinds(modality: Modality, _load: Load) -> Iterator[Kind]:
+def image_kinds(modality: Modality, load: Load) -> Iterator[Kind]:
     for name, feature in _IMAGES.items():
         yield _kind(modality, name, "pillow", features, has=feature is None or features.check(feature))
+    yield _kind(modality, "pdf", "pypdfium2", load("pypdfium2_raw"), has=True)
 
 
 def video_kinds(modality: Modality, load: Load) -> Iterator[Kind]:
@@ -187,15 +200,35 @@ class Decoder(NamedTuple):
     sniffed_whole: frozenset[str] = frozenset()
 
 
+def _check_image(data: memoryview, media_type: str, config: MediaConfig) -> None:
+    if media_type == PDF_TYPE:
+        check_document(data)
+    else:
+        check_image(data, config)
+
+
 def _decode_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
+    if media_type == PDF_TYPE:
+        return render_page(data, _page(options), config)
     return decode_pixmap(data) if media_type == PIXMAP_TYPE else decode_image(data, config)
 
 
 def _measure_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize:
+    if media_type == PDF_TYPE:
+        page = _page(options)
+        return MediaSize(width=page.width, height=page.height)
     if media_type == PIXMAP_TYPE:
         width, height = pixmap_size(data)
         return MediaSize(width=width, height=height)
     return measure_image(data, config)
+
+
+def _page(options: DecodeOptions) -> PageIo:
+    """Return the page that is to be decoded. Raises UnsupportedMediaType for a document that was sent as an image."""
+    try:
+        return msgspec.json.decode(options.io, type=PageIo)
+    except msgspec.ValidationError as error:
+        raise UnsupportedMediaType(_NO_IMAGE) from error
 
 
 def _measure_audio(data: memoryview, _media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize:
@@ -228,7 +261,7 @@ def _check_video(data: memoryview, media_type: str, config: MediaConfig) -> None
 DECODERS: Mapping[Modality, Decoder] = {
     "image": Decoder(
         sniff=lambda data, config: sniff_image(data, config).media_type,
-        check=lambda data, _media_type, config: check_image(data, config),
+        check=_check_image,
         decode=_decode_image,
         kinds=image_kinds,
         kind=lambda media_type: media_type.removeprefix("image/"),
@@ -269,18 +302,26 @@ _OTHERS = (
 )  # fmt: skip
 
 
-def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
-    """Return the media type of one item and check its header against the limits; no decoder is run.
+_NO_IMAGE = "a PDF is not an image: send it as a document (a content part of type `file`, `input_file` or `document`)"
+
+
+def sniff(data: Bytes, source: MediaSource, config: MediaConfig) -> str:
+    """Return the media type of one item, or of a document, and check its header against the limits; no decoder is run.
 
     Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, the modality's Invalid* error (damaged or unrecognised), and
     for images ImageTooLarge, ImageTooComplex.
     """
+    modality = modality_of(source)
     decoder, kinds = DECODERS[modality], installed_kinds()
-    if not kinds.supports(modality):
-        raise UnsupportedMediaType(f"this server does not support {modality}: it has no decoder for it")
+    if source == "document" and kinds.supports(modality, "pdf"):
+        return sniff_document(data, config)
+    if source == "document" or not kinds.supports(modality):
+        raise UnsupportedMediaType(f"this server does not support {source}: it has no decoder for it")
     try:
         media_type = decoder.sniff(data, config)
     except UnsupportedMediaType as error:
+        if modality == "image" and is_pdf(data):
+            raise UnsupportedMediaType(_NO_IMAGE) from error
         if _is_other_file_type(bytes(data[:_HEAD_BYTES]), modality):
             raise
         raise MODALITIES[modality].invalid(f"{error.message}, or it is damaged") from error

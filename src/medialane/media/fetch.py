@@ -14,9 +14,9 @@ from medialane.media.http_source import Body, HttpSource, Received
 from medialane.media.local_files import LocalFiles
 from medialane.runtime.tasks import SingleFlight
 from medialane.types.errors import MediaFetchTimeout
-from medialane.types.media import MediaRef, Modality
+from medialane.types.media import MediaRef, MediaSource
 
-OpenBody = Callable[[Modality, str, int], Body]
+OpenBody = Callable[[MediaSource, str, int], Body]
 
 
 class Fetcher:
@@ -31,8 +31,8 @@ class Fetcher:
         clock: Callable[[], float] = boot_time,
         records: NameRecords = NOT_KEPT,
     ) -> None:
-        """`open_body` determines where bodies are stored. It gets the modality, the tenant's salt as in `MediaRef`, and
-        the most bytes that will be written.
+        """`open_body` determines where bodies are stored. It gets the modality or "document", the tenant's salt as in
+        `MediaRef`, and the most bytes that will be written.
 
         `resolver` replaces the system's; its results are validated all the same. What is known of URLs is kept in
         `records`, with times of the `clock`: an earlier process that has written them must have had the same settings.
@@ -42,7 +42,7 @@ class Fetcher:
         self._resolver = resolver
         self._clock = clock
         self._urls = UrlCache(config.max_cached_urls, records)
-        self._flights: SingleFlight[tuple[bytes, Modality, bool], str] = SingleFlight()
+        self._flights: SingleFlight[tuple[bytes, MediaSource, bool], str] = SingleFlight()
 
     async def __aenter__(self) -> Self:
         self._http = HttpSource(self._config, resolver=self._resolver)
@@ -66,10 +66,10 @@ class Fetcher:
         url = ref.url or ""
         key = url_key(url, ref.salt)
         if url[:5].lower() == "file:":
-            return await self._flights.do((key, ref.modality, True), lambda: self._read(ref, url))
+            return await self._flights.do((key, ref.source, True), lambda: self._read(ref, url))
         if not need_data and (known := self._urls.fresh(key, self._clock())) is not None:
             return known.content_hash
-        flight = (key, ref.modality, need_data)
+        flight = (key, ref.source, need_data)
         fetch = partial(self._flights.do, flight, lambda: self._fetch(ref, url, key, need_data=need_data))
         if flight not in self._flights:
             return await fetch()
@@ -83,7 +83,7 @@ class Fetcher:
         requested_at = self._clock()
         received = await self._http.get(
             url,
-            self._config.fetch_limits(ref.modality),
+            self._config.fetch_limits(ref.source),
             None if known is None else known.validators,
             open_body=lambda: self._body(ref),
         )
@@ -92,11 +92,11 @@ class Fetcher:
         return hash_
 
     async def _read(self, ref: MediaRef, url: str) -> str:
-        limits = self._config.fetch_limits(ref.modality)
+        limits = self._config.fetch_limits(ref.source)
         return await self._files.read(url, limits, open_body=lambda: self._body(ref))
 
     def _body(self, ref: MediaRef) -> Body:
-        return self._open_body(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)
+        return self._open_body(ref.source, ref.salt, self._config.fetch_limits(ref.source).max_bytes)
 
     def _remember(
         self, key: bytes, received: Received, *, content_hash: str, known: KnownUrl | None, requested_at: float

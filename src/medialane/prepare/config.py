@@ -7,7 +7,7 @@ import os
 import msgspec
 from msgspec import field
 
-from medialane.types.media import Modality
+from medialane.types.media import MediaSource
 from medialane.types.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 GIB = 1024 * 1024 * 1024
@@ -26,6 +26,8 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     """the same for one audio item"""
     video_timeout_s: PositiveFloat = field(default=60.0, name="prepare-video-timeout")
     """the same for one video"""
+    document_timeout_s: PositiveFloat = field(default=20.0, name="prepare-document-timeout")
+    """longest time to open a document and read its text; its pages are images"""
     start_timeout_s: PositiveFloat = field(default=120.0, name="prepare-start-timeout")
     """longest time to load and warm up the model's processor"""
     memory_limit_bytes: NonNegativeInt = field(default=4 * GIB, name="prepare-memory-limit-bytes")
@@ -39,9 +41,9 @@ class PrepareConfig(msgspec.Struct, frozen=True):
         """Raise StartupFailed naming the first invalid setting."""
         check_bounds(self)
 
-    def job_timeout_s(self, modality: Modality) -> float:
-        """Return the timeout of one job of this modality in seconds."""
-        timeout_s: float = getattr(self, f"{modality}_timeout_s")
+    def job_timeout_s(self, source: MediaSource) -> float:
+        """Return the timeout in seconds of one job of this modality, or that opens a document."""
+        timeout_s: float = getattr(self, f"{source}_timeout_s")
         return timeout_s
 
     def resolved_num_preparers(self) -> int:

@@ -31,9 +31,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
+from medialane.media.document import load_pdfium
 from medialane.observability.logging import configure_child
 from medialane.prepare.forkserver_environment import (
     default_signals,
@@ -63,7 +65,7 @@ from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, allow_reader, available
 from medialane.runtime.heartbeat import BEAT_S
 from medialane.runtime.linux import exit_at_once, set_title
-from medialane.types.errors import MedialaneError, StartupFailed
+from medialane.types.errors import MedialaneError, StartupFailed, UnsupportedMediaType
 from medialane.wire.child_channel import receive, send
 
 logger = logging.getLogger(__name__)
@@ -267,6 +269,8 @@ def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Pr
         if not isinstance(setup, Setup):
             return 1
         started = time.monotonic()
+        with suppress(UnsupportedMediaType):
+            load_pdfium()  # for all preparers
         try:
             processor, sandbox = get(setup)
             processor.enter_forkserver()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from medialane.arena import Pin, Reservation
 from medialane.observability.timeline import RequestTimeline
-from medialane.prepare.messages import ItemRequest, MeasureItem, ProbeItem
+from medialane.prepare.messages import ItemRequest, MeasureItem, OpenPages, ProbeItem
 from medialane.prepare.processor import Described
 from medialane.types.errors import MedialaneError, MediaOverloaded, retry_after
 from medialane.types.feature import Feature
-from medialane.types.media import EncodedMedia, MediaSize, Modality
+from medialane.types.media import EncodedMedia, MediaSize, Modality, OpenedDocument
 
 _JOB_IDS = itertools.count(1)
 
@@ -26,8 +26,8 @@ _NEWEST = 0.1
 
 
 #: A pin on the feature of an item that was processed, the size of one that was measured, what a blank has in common
-#: with other items of its size; None for a probe, or if there is nothing in common.
-JobValue = Pin[Feature] | MediaSize | Described | None
+#: with other items of its size, a document that was opened; None for a probe, or if there is nothing in common.
+JobValue = Pin[Feature] | MediaSize | Described | OpenedDocument | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Job:
     @property
     def is_brief(self) -> bool:
         """Whether it only opens an item."""
-        return isinstance(self.request, ProbeItem | MeasureItem)
+        return isinstance(self.request, ProbeItem | MeasureItem | OpenPages)
 
     def settle(self, result: JobResult) -> None:
         """Pass the result to the caller; if there already is one, release the pin.

@@ -35,6 +35,8 @@ from medialane.prepare.messages import (
     JobReport,
     MeasureItem,
     NeedRange,
+    OpenPages,
+    PagesOpened,
     ProbeItem,
     ProcessItem,
     Range,
@@ -162,6 +164,8 @@ class JobRunner:
                 return _expect(ItemMeasured, report, job.job_id).size
             case DescribeBlank():
                 return _expect(BlankDescribed, report, job.job_id).described
+            case OpenPages():
+                return _expect(PagesOpened, report, job.job_id).document
             case ProcessItem():
                 need = _expect(NeedRange, report, job.job_id)
                 return await self._publish(job, preparer, need, send_next)
@@ -223,7 +227,7 @@ class JobRunner:
                 await to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
 
 
-_Report = TypeVar("_Report", NeedRange, Done, ItemMeasured, BlankDescribed)
+_Report = TypeVar("_Report", NeedRange, Done, ItemMeasured, BlankDescribed, PagesOpened)
 
 
 def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:
@@ -291,6 +295,7 @@ _REPORTABLE = {
         errors.ImageTooComplex,
         errors.ImageTooLarge,
         errors.InvalidAudio,
+        errors.InvalidDocument,
         errors.InvalidBase64,  # in a list of JPEG frames
         errors.InvalidEmbeds,
         errors.InvalidFeature,
@@ -301,6 +306,7 @@ _REPORTABLE = {
         errors.PreparationFailed,
         errors.PromptRejected,
         errors.TooManyFrames,
+        errors.TooManyPages,
         errors.Unavailable,
         errors.UnsupportedMediaType,
         errors.VideoTooLarge,

@@ -35,6 +35,8 @@ If the kernel does not let the store read a preparer's memory, the preparer copi
           <---------------------- ItemMeasured | JobFailed
     DescribeBlank --------------> processes a blank of this size
           <---------------------- BlankDescribed | JobFailed
+    OpenPages ------------------> opens a document and reads the text of its pages
+          <---------------------- PagesOpened | JobFailed
 
 Tensors never pass through either channel: encoded bytes and results are in the arena.
 """
@@ -52,14 +54,14 @@ from medialane.prepare.processor import Described
 from medialane.prepare.sandbox import Sandbox
 from medialane.types.errors import ErrorReport, PreparationFailed, ProtocolViolation
 from medialane.types.feature import MAX_HEADER_BYTES, Header
-from medialane.types.media import EncodedMedia, MediaSize, Modality
+from medialane.types.media import DocumentOptions, EncodedMedia, MediaSize, Modality, OpenedDocument
 from medialane.types.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
 from medialane.wire.connection import append_frame
 
 #: Below the kernel's default send buffer (212 992), so that a packet is never split.
 MAX_CONTROL_BYTES = 128 * 1024
 
-#: Allowance for the rest of a message: tensor specs, sizes, options (bounded at intake).
+#: Allowance for the rest of a message: tensor specs, sizes, options (bounded at intake), some thousand pages.
 _OTHER_BYTES = 512 * 1024
 
 #: The largest valid message is a NeedRange with the largest header; a larger frame is a protocol violation.
@@ -154,13 +156,14 @@ ControlReport = Ready | Alive | SetupFailed | Forked | ForkFailed | Exited
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
     """Decode and process one item. `io` is as in `MediaRef`, `options` are for the processor; both canonical JSON.
 
-    Without `options` the item is only decoded.
+    Without `options` the item is only decoded; with `as_file` it is an image, and the tensor is a file of it.
     """
 
     job_id: int
     encoded: EncodedMedia
     io: bytes
     options: bytes | None
+    as_file: bool = False
 
 
 class ProbeItem(msgspec.Struct, frozen=True, tag=True):
@@ -185,6 +188,14 @@ class DescribeBlank(msgspec.Struct, frozen=True, tag=True):
     modality: Modality
     size: MediaSize
     options: bytes
+
+
+class OpenPages(msgspec.Struct, frozen=True, tag=True):
+    """Open one document, without rendering a page of it."""
+
+    job_id: int
+    encoded: EncodedMedia
+    options: DocumentOptions
 
 
 class Range(msgspec.Struct, frozen=True, tag=True):
@@ -234,15 +245,20 @@ class BlankDescribed(msgspec.Struct, frozen=True, tag=True):
     described: Described | None
 
 
+class PagesOpened(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
+    document: OpenedDocument
+
+
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     report: ErrorReport
 
 
 #: Requests that begin a job.
-ItemRequest = ProcessItem | ProbeItem | MeasureItem | DescribeBlank
+ItemRequest = ProcessItem | ProbeItem | MeasureItem | DescribeBlank | OpenPages
 JobRequest = ItemRequest | Range | FreeTensors
-JobReport = PreparerReady | NeedRange | Done | ItemMeasured | BlankDescribed | JobFailed
+JobReport = PreparerReady | NeedRange | Done | ItemMeasured | BlankDescribed | PagesOpened | JobFailed
 
 #: The decoders raise msgspec.DecodeError.
 decode_control_request: Callable[[bytes], ControlRequest] = msgspec.msgpack.Decoder(ControlRequest).decode

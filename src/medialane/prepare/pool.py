@@ -32,6 +32,7 @@ from medialane.prepare.messages import (
     DescribeBlank,
     ItemRequest,
     MeasureItem,
+    OpenPages,
     PreparerSetup,
     ProbeItem,
     ProcessItem,
@@ -42,7 +43,7 @@ from medialane.prepare.sandbox import WRITE_ARENA
 from medialane.runtime.tasks import Backoff
 from medialane.types.errors import MedialaneError, Outage, StartupFailed, Unavailable
 from medialane.types.feature import Feature
-from medialane.types.media import EncodedMedia, MediaSize, Modality
+from medialane.types.media import DocumentOptions, EncodedMedia, MediaSize, MediaSource, Modality, OpenedDocument
 from medialane.types.stats import PoolStats
 
 logger = logging.getLogger(__name__)
@@ -119,11 +120,12 @@ class PreparerPool:
         timeline: RequestTimeline | None = None,
         *,
         io: bytes = b"{}",
+        as_file: bool = False,
     ) -> Pin[Feature]:
         """Decode and process one item, publish its feature in the arena under `mm_hash`; the caller owns the pin.
 
         `io` holds the decoding options (as in `MediaRef`), `options` the processor's; without `options` the item
-        is only decoded (stage `decoded`).
+        is only decoded (stage `decoded`), with `as_file` to an image file.
 
         The caller keeps `encoded`: the job pins it separately. Raises MediaOverloaded (queue full, or no preparer in
         time), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed
@@ -134,7 +136,7 @@ class PreparerPool:
         media = encoded.value
         prepared = await self._submit(
             Job(
-                lambda job_id: ProcessItem(job_id, media, io, options),
+                lambda job_id: ProcessItem(job_id, media, io, options, as_file),
                 encoded.duplicate(),
                 key=mm_hash,
                 modality=media.modality,
@@ -159,6 +161,14 @@ class PreparerPool:
         size = await self._submit(self._opening(encoded, lambda job_id: MeasureItem(job_id, encoded.value, io)))
         return cast("MediaSize", size)
 
+    async def open_document(self, encoded: Pin[EncodedMedia], options: DocumentOptions) -> OpenedDocument:
+        """Return a document with the pages that are wanted (`media.open_document`).
+
+        Ownership, cancellation and other errors are as for `prepare_item`.
+        """
+        ask = partial(OpenPages, encoded=encoded.value, options=options)
+        return cast("OpenedDocument", await self._submit(self._opening(encoded, ask, source="document")))
+
     async def describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
         """Return what items of this size (as decoded) have in common that are processed with these options; None if
         their headers also depend on their content.
@@ -176,15 +186,17 @@ class PreparerPool:
         )
         return cast("Described | None", described)
 
-    def _opening(self, encoded: Pin[EncodedMedia], ask: Callable[[int], ItemRequest]) -> Job:
+    def _opening(
+        self, encoded: Pin[EncodedMedia], ask: Callable[[int], ItemRequest], *, source: MediaSource | None = None
+    ) -> Job:
         """Return a job that only opens the item."""
         modality = encoded.value.modality
         return Job(
             ask,
             encoded.duplicate(),
-            key=f"opening of {modality} {encoded.value.content_hash}",
+            key=f"opening of {source or modality} {encoded.value.content_hash}",
             modality=modality,
-            timeout_s=self._config.job_timeout_s(modality),
+            timeout_s=self._config.job_timeout_s(source or modality),
         )
 
     async def _submit(self, job: Job) -> JobValue:

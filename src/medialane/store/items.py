@@ -6,6 +6,7 @@ form, or a URL known to be unchanged need neither a download nor a copy.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -38,7 +39,16 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import Feature
 from medialane.types.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality, naming
+from medialane.types.media import (
+    Alias,
+    DocumentOptions,
+    EncodedMedia,
+    MediaRef,
+    MediaSize,
+    Modality,
+    OpenedDocument,
+    naming,
+)
 from medialane.types.media_lease import is_leased
 from medialane.types.tensor import ArenaRange, TensorSpec
 
@@ -63,6 +73,9 @@ _MAX_SIZES_BYTES = 16 * 1024 * 1024
 
 #: Of an entry besides its header and metadata.
 _ENTRY_BYTES = 512
+
+#: Bytes of opened documents that are kept, mostly the text of their pages.
+_MAX_DOCUMENTS_BYTES = 32 * 1024 * 1024
 
 #: Longer options are a client's, and are not kept.
 _MAX_OPTIONS_BYTES = 256
@@ -93,6 +106,10 @@ class Processing(NamedTuple):
     processor: str
     options: bytes
     encoder: str = ""
+
+
+#: In place of how a page is processed: it is rendered to an image file, which workers decode in place of the document.
+_AS_FILE = Processing("file", b"{}")
 
 
 class ItemSource(NamedTuple):
@@ -138,6 +155,8 @@ class Items:
         self._measuring: SingleFlight[object, MediaSize] = SingleFlight()
         self._described: LRUCache[object, Described | None] = LRUCache(_MAX_SIZES_BYTES, getsizeof=_described_bytes)
         self._describing: SingleFlight[object, Described | None] = SingleFlight()
+        self._documents: LRUCache[str, OpenedDocument] = LRUCache(_MAX_DOCUMENTS_BYTES, getsizeof=_document_bytes)
+        self._opening: SingleFlight[str, OpenedDocument] = SingleFlight()
         self._aliases = aliases
         self.leases = leases
         self._preparing: SingleFlight[str, Pin[Feature]] = SingleFlight(share=Pin.duplicate, release=Pin.release)
@@ -161,7 +180,9 @@ class Items:
         with naming(ref := source.ref):
             if ref.is_feature:
                 return await self._known(source, processing)
-            if form == "encoded":
+            if form == "encoded" and ref.page is not None:
+                pinned = await self._find_or_prepare(source, _AS_FILE)
+            elif form == "encoded":
                 pinned = await self._probed_bytes(source)
             else:
                 pinned = await self._find_or_prepare(source, processing if form == "processed" else None)
@@ -171,6 +192,26 @@ class Items:
             if ref.alias is not None and (ref.url is not None or source.upload is not None):
                 self._bind(ref.salt, ref.alias, pinned)
         return pinned
+
+    async def open_document(self, source: ItemSource, options: DocumentOptions) -> OpenedDocument:
+        """Return a document with the pages that are wanted. Nothing is rendered; what was opened with these options is
+        remembered. Raises what `media.open_document` raises, and what `find` raises for encoded bytes."""
+        with naming(ref := source.ref):
+            content = await self._content(source, need_data=False)
+            if (opened := self._documents.get(_document_key(ref, content, options))) is None:
+                content, pin = await self._encoded(source, content)
+                with pin:
+                    key = _document_key(ref, content, options)
+                    opened = await self._opening.do(key, lambda: self._open(ref, content, options))
+                with suppress(ValueError):  # too large to be kept
+                    self._documents[key] = opened
+            if ref.alias is not None and (ref.url is not None or source.upload is not None):
+                self._aliases.bind(ref.salt, ref.alias, content)
+        return opened
+
+    async def _open(self, ref: MediaRef, content: str, options: DocumentOptions) -> OpenedDocument:
+        with self._held(ref, content) as stored:
+            return await self._pool.open_document(stored, options)
 
     async def describe(
         self, source: ItemSource, options: bytes, size: MediaSize | None
@@ -187,9 +228,11 @@ class Items:
     async def _measured(self, source: ItemSource) -> tuple[str, MediaSize]:
         """Return content hash and size of the media, as decoded: known, or measured by a preparer."""
         ref, content = source.ref, await self._content(source, need_data=False)
+        if (page := ref.page) is not None:
+            return content, MediaSize(width=page.width, height=page.height)
         if (size := self._sizes.get(_size_key(ref, content))) is not None:
             return content, size
-        content, pin = await self._encoded(source)
+        content, pin = await self._encoded(source, content)
         with pin:
             await self._admit(source, pin.value)
             size = await self._measuring.do(_size_key(ref, content), lambda: self._measure(ref, content))
@@ -337,7 +380,7 @@ class Items:
         raise ArenaFull(_TOO_SMALL)
 
     def _cached(self, key: str, processing: Processing | None) -> Pin[Feature] | None:
-        if processing is None:
+        if processing is None or processing is _AS_FILE:
             return self._arena.lookup(key, "decoded")
         if processing.encoder:
             embedded = self.embeddings.lookup(embedding_key(mm_hash=key, encoder=processing.encoder))
@@ -345,21 +388,23 @@ class Items:
                 return embedded
         return self._arena.lookup(key, "processed")
 
-    async def _encoded(self, source: ItemSource) -> tuple[str, Pin[EncodedMedia]]:
-        """Return the encoded bytes, fetched or received if they are not cached."""
+    async def _encoded(self, source: ItemSource, known: str = "") -> tuple[str, Pin[EncodedMedia]]:
+        """Return the encoded bytes, fetched or received if they are not cached. `known` is the content hash that
+        `_content` has just returned."""
         for attempt in range(_MAX_ATTEMPTS):
-            content = await self._content(source, need_data=attempt > 0)
+            content = known if known and not attempt else await self._content(source, need_data=attempt > 0)
             if (pin := await self._stored(source, content)) is not None:
                 return content, pin
         raise ArenaFull(_TOO_SMALL)
 
     def _key(self, ref: MediaRef, processing: Processing | None, content: str) -> str:
+        content, io = ref.identity(content)
         if processing is None:
-            return decoded_key(content=content, io=ref.io, salt=ref.salt)
+            return decoded_key(content=content, io=io, salt=ref.salt)
         return feature_key(
             processor=processing.processor,
             content=content,
-            io=ref.io,
+            io=io,
             options=merged_options(processing.options, ref.options),
             salt=ref.salt,
         )
@@ -407,10 +452,13 @@ class Items:
         """Ask whether the request may have an image of a URL; clients know the sizes of images that they send."""
         if source.ref.url is None or source.ref.modality != "image" or source.admit is None:
             return
-        size = None
+        size = None if (page := source.ref.page) is None else (page.width, page.height)
         with suppress(InvalidRequest):  # decoding it will say why
             data = self._store.bytes(encoded)
-            size = pixmap_size(data) if encoded.media_type == PIXMAP_TYPE else image_size(data, self._media)
+            if encoded.media_type == PIXMAP_TYPE:
+                size = pixmap_size(data)
+            elif size is None:
+                size = image_size(data, self._media)
         if size is not None:
             await source.admit(*size)
 
@@ -428,9 +476,11 @@ class Items:
     ) -> Pin[Feature]:
         """Prepare and publish the feature, or the decoded media, under `key`. The caller has a pin on the bytes."""
         with self._held(ref, content) as stored:
-            merged = None if processing is None else merged_options(processing.options, ref.options)
+            merged, as_file = None, processing is _AS_FILE
+            if processing is not None and not as_file:
+                merged = merged_options(processing.options, ref.options)
             try:
-                prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io)
+                prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io, as_file=as_file)
             except MediaTooLarge as error:
                 self._too_large[key] = error.message
                 raise
@@ -458,6 +508,14 @@ def _probe_key(encoded: EncodedMedia, salt: str) -> str:
 
 def _size_key(ref: MediaRef, content: str) -> tuple[str, Modality]:
     return decoded_key(content=content, io=ref.io, salt=ref.salt), ref.modality
+
+
+def _document_key(ref: MediaRef, content: str, options: DocumentOptions) -> str:
+    return decoded_key(content=content, io=msgspec.json.encode(options), salt=ref.salt)
+
+
+def _document_bytes(opened: OpenedDocument) -> int:
+    return _ENTRY_BYTES + sum(_ENTRY_BYTES + sys.getsizeof(page.text) for page in opened.pages)
 
 
 def _size_bytes(size: MediaSize) -> int:

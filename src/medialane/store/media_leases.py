@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
@@ -48,7 +49,7 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.hashing import owner_salt
-from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, MediaSource, modality_of, source_of
 from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
 from medialane.types.stats import MediaLeaseStats
 
@@ -61,6 +62,9 @@ MIB = 1 << 20
 
 #: Sizes reserved for media of an undeclared length; then the most that they may have.
 STEPS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+
+#: What is tried for media whose modality is not declared.
+_SOURCES: tuple[MediaSource, ...] = (*MODALITIES, "document")
 
 #: Has the client write to a new range of this size, after what it has written to the one before. The caller owns it.
 Write = Callable[[int], Awaitable[tuple[Reservation, Proceed]]]
@@ -78,6 +82,14 @@ class _Record(NamedTuple):
     expires_at: float
 
 
+class _File(NamedTuple):
+    """What the client has said of a leased file."""
+
+    owner: str
+    name: str
+    purpose: str
+
+
 class _VideoMetadata(msgspec.Struct):
     duration: float = 0.0
 
@@ -86,6 +98,9 @@ class _Leased(NamedTuple):
     record: _Record
     entry: Pin[EncodedMedia]
     timer: asyncio.TimerHandle
+
+
+_NO_FILE = _File("", "", "")
 
 
 class MediaLeases:
@@ -117,6 +132,8 @@ class MediaLeases:
         self._clock = clock
         self._records = records
         self._leased: dict[str, _Leased] = {}
+        #: Names are too long for the records of the arena's file: they end with this store.
+        self._files: dict[str, _File] = {}
         self._restore()
 
     @property
@@ -133,21 +150,29 @@ class MediaLeases:
         with self._uploading(tenant) as resize:
             reservation, content = await self._received(call, resize, write)
             with reservation:
-                modality, media_type = sniffed(reservation.buffer, call.modality, self._media)
+                source, media_type = sniffed(reservation.buffer, call.modality, self._media)
                 entry = self._store.publish_as(
-                    reservation, modality=modality, salt=call.salt, content=content, media_type=media_type
+                    reservation, modality=modality_of(source), salt=call.salt, content=content, media_type=media_type
                 )
             try:
                 media = await self._described(entry, call)
                 if call.alias is not None:
-                    self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=modality), content)
+                    self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=source), content)
             except BaseException as error:  # cancellation included: the pin has no other owner
                 entry.release()
                 if isinstance(error, InvalidRequest) and not isinstance(error, UuidConflict):
                     self._store.forget(content, call.salt)
                 raise
         key = bytes.fromhex(self._store.key(content, call.salt))
-        return self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
+        leased = self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
+        if call.purpose:
+            self._files[media.hash] = _File(call.owner, call.name, call.purpose)
+        return self._shown(self._leased[leased.hash].record)
+
+    def files_of(self, owner: str) -> list[LeasedMedia]:
+        """Return the leases on files that an owner has named."""
+        found = [media for media, file in self._files.items() if file.owner == owner]
+        return [self._shown(self._leased[media].record) for media in found]
 
     def ask(self, call: AskLease) -> LeasedMedia:
         """Find, renew or end a lease. Raises UnknownMedia, InvalidRequest (ttl)."""
@@ -214,7 +239,7 @@ class MediaLeases:
     async def _received(self, call: PutMedia, resize: Callable[[int], None], write: Write) -> tuple[Reservation, str]:
         """Return the range with the media, which the caller owns, and their content hash."""
         tenant = tenant_of(call.owner)
-        limits = [self._media.fetch_limits(m).max_bytes for m in MODALITIES if call.modality in (None, m)]
+        limits = [self._media.fetch_limits(m).max_bytes for m in _SOURCES if call.modality in (None, m)]
         most = min(max(limits), self._bytes.most_of(tenant))
         too_large = f"the media have more than {most} bytes, the most that this server keeps of one item of this client"
         if call.num_bytes > most:
@@ -238,20 +263,24 @@ class MediaLeases:
     async def _described(self, entry: Pin[EncodedMedia], call: PutMedia) -> LeasedMedia:
         """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
         for damaged ones."""
-        encoded = entry.value
-        size = oriented_size(self._store.bytes(encoded), self._media) if encoded.modality == "image" else None
+        encoded, source = entry.value, source_of(entry.value)
+        size = oriented_size(self._store.bytes(encoded), self._media) if source == "image" else None
         if size is None:
             size = MediaSize()
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
-                size = await self._pool.measure(entry)
+                if source == "document":
+                    await self._pool.probe_item(entry)
+                else:
+                    size = await self._pool.measure(entry)
         return LeasedMedia(
             media_hash(owner=call.owner, salt=call.salt, content=encoded.content_hash),
-            encoded.modality,
+            source,
             encoded.media_type,
             encoded.num_bytes,
             width=size.width,
             height=size.height,
             duration_s=_duration_s(size),
+            created_at=round(time.time(), 3),
         )
 
     def _found(self, owner: str, salt: str, media: str) -> _Leased:
@@ -266,7 +295,9 @@ class MediaLeases:
         return leased
 
     def _shown(self, record: _Record) -> LeasedMedia:
-        return msgspec.structs.replace(record.media, remaining_s=max(0.0, record.expires_at - self._clock()))
+        remaining_s = max(0.0, record.expires_at - self._clock())
+        _, name, purpose = self._files.get(record.media.hash, _NO_FILE)
+        return msgspec.structs.replace(record.media, remaining_s=remaining_s, name=name, purpose=purpose)
 
     def _add(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
         """Lease an entry, or renew the lease on these media. Owns the pin from now on. Raises
@@ -293,6 +324,7 @@ class MediaLeases:
     def _end(self, media: str) -> None:
         self._records.erase(bytes.fromhex(media))
         record, entry, timer = self._leased.pop(media)
+        self._files.pop(media, None)
         timer.cancel()
         self._count(record.tenant, -record.media.num_bytes, num_items=-1)
         entry.release()
@@ -319,22 +351,22 @@ def _hashes(content: str, owner: str, salt: str) -> set[str]:
     return {media_hash(owner=owner, salt=sent, content=content) for sent in ("", owner_salt(owner, ""), salt)}
 
 
-def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) -> tuple[Modality, str]:
+def sniffed(data: memoryview, declared: MediaSource | None, config: MediaConfig) -> tuple[MediaSource, str]:
     """Return the modality and media type of encoded bytes, whose modality may be declared. Raises what `sniff` raises,
     InvalidUpload for bytes that no modality recognises."""
     if declared is not None:
         return declared, sniff(data, declared, config)
     own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes
-    for modality in MODALITIES:
+    for source in _SOURCES:
         try:
-            return modality, sniff(data, modality, config)
+            return source, sniff(data, source, config)
         except UnsupportedMediaType:
             continue
         except InvalidRequest as error:
             own.append(to_report(error))
     if len(own) == 1:
         raise from_report(own[0])
-    message = "the body is not an image, a video or audio of a type that this server supports"
+    message = "the body is not an image, a video, audio or a PDF document of a type that this server supports"
     raise InvalidUpload(f"{message}, or it is damaged") if own else UnsupportedMediaType(message)
 
 

@@ -15,6 +15,9 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     PutFeature(call, ref, ...)->                            find or receive tensors that a client has sent, as FindItem
     FindFeature(call, hash) ->                              find a feature by its hash, whoever has sent its media
                             <-      ItemFound(call, hold, ...)
+    OpenDocument(call, ref, ...)->                          open a document, for its pages; nothing is rendered
+                            <-      SendData                as for FindItem
+                            <-      DocumentOpened(call, document)  nothing is held
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -35,6 +38,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      MediaLeased(call, media)
     AskLease(call, ...)     ->                              find, renew or end the lease on such media
                             <-      MediaLeased(call, media)
+    ListLeases(call, owner) ->                              list the leases on files of an owner
+                            <-      LeasesListed(call, media)
     PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
                             <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
@@ -68,7 +73,15 @@ from medialane.observability.timeline import TimelineReport
 from medialane.prepare.processor import Described
 from medialane.types.errors import ErrorReport, ProtocolViolation
 from medialane.types.feature import MAX_HEADER_BYTES, Feature, LocalCopy, RemoteEntry
-from medialane.types.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.types.media import (
+    Alias,
+    DocumentOptions,
+    EncodedMedia,
+    MediaRef,
+    MediaSize,
+    MediaSource,
+    OpenedDocument,
+)
 from medialane.types.media_lease import LeasedMedia
 from medialane.types.stats import StoreStats
 from medialane.types.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
@@ -77,7 +90,7 @@ from medialane.wire.connection import UNREADABLE, checked, other_version
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -246,6 +259,25 @@ class ItemDescribed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     described: Described | None
 
 
+class OpenDocument(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`ref` and `num_bytes` are as in FindItem; `ref` is to a document."""
+
+    call_id: int
+    ref: MediaRef
+    options: DocumentOptions
+    num_bytes: int | None = None
+    request_id: RequestId = ""
+
+    def __post_init__(self) -> None:
+        if self.ref.source != "document":
+            raise ValueError("not a reference to a document")
+
+
+class DocumentOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    document: OpenedDocument
+
+
 class ResolveAlias(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     ref: MediaRef
@@ -370,7 +402,8 @@ class ImagePublished(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The client has media of `owner` to be leased: `num_bytes` of them, 0 if it does not know, within `timeout_s`.
-    Without a `modality`, that is found out. The kind of the `alias` is not known yet."""
+    Without a `modality`, that is found out. The kind of the `alias` is not known yet. A file has a `name` and a
+    `purpose`, with which it is listed."""
 
     call_id: int
     owner: str
@@ -378,8 +411,10 @@ class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: Annotated[int, msgspec.Meta(ge=0)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_UPLOAD_S)]
     ttl_s: float | None = None
-    modality: Modality | None = None
+    modality: MediaSource | None = None
     alias: Alias | None = None
+    name: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    purpose: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -396,6 +431,18 @@ class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     media: LeasedMedia
+
+
+class ListLeases(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    owner: str
+
+
+class LeasesListed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The owner's leases on files, without those that were taken over from another store."""
+
+    call_id: int
+    media: list[LeasedMedia]
 
 
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -442,10 +489,29 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
-StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
-Found = ItemFound | ItemDescribed | EmbeddingFound | NoEmbedding | AliasResolved | EntriesHeld | EntriesPulled
-Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
+LongCall = (
+    FindItem
+    | DescribeItem
+    | OpenDocument
+    | PutFeature
+    | FindFeature
+    | FindEmbedding
+    | PullEntries
+    | PublishImage
+    | PutMedia
+)
+StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease | ListLeases
+Found = (
+    ItemFound
+    | ItemDescribed
+    | DocumentOpened
+    | EmbeddingFound
+    | NoEmbedding
+    | AliasResolved
+    | EntriesHeld
+    | EntriesPulled
+)
+Reply = Found | PullsGranted | ImagePublished | MediaLeased | LeasesListed | CallFailed
 ToStore = StoreHello | StoreCall | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

@@ -28,6 +28,7 @@ from medialane.store.messages import (
     CallFailed,
     Cancel,
     DescribeItem,
+    DocumentOpened,
     EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
@@ -41,9 +42,12 @@ from medialane.store.messages import (
     ImageSize,
     ItemDescribed,
     ItemFound,
+    LeasesListed,
+    ListLeases,
     LongCall,
     MediaLeased,
     NoEmbedding,
+    OpenDocument,
     PassedEmbedding,
     PassHolds,
     Proceed,
@@ -394,7 +398,7 @@ class StoreSession:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
         if isinstance(call, LongCall):
             context = copy_context()
-            if isinstance(call, FindItem | DescribeItem | PutFeature):
+            if isinstance(call, FindItem | DescribeItem | OpenDocument | PutFeature):
                 context.run(request_id.set, call.request_id)  # for the log
             task = asyncio.get_running_loop().create_task(self._answer(call), context=context)
             self._tasks[call.call_id] = task
@@ -406,7 +410,7 @@ class StoreSession:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
+    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease | ListLeases) -> Reply:
         match call:
             case HoldEntries(call_id, ranges):
                 return EntriesHeld(call_id, [self.use.hold(pin) for pin in self._share(ranges)], ranges)
@@ -416,6 +420,8 @@ class StoreSession:
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
                 return MediaLeased(call.call_id, self._items.leases.ask(call))
+            case ListLeases(call_id, owner):
+                return LeasesListed(call_id, self._items.leases.files_of(owner))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply
@@ -434,6 +440,9 @@ class StoreSession:
                 return await self._find(call)
             case DescribeItem():
                 return await self._describe(call)
+            case OpenDocument(call_id, _, options):
+                opening = partial(self._items.open_document, self._source(call), options)
+                return DocumentOpened(call_id, await self._with_memory(opening))
             case PutFeature():
                 return await self._put(call)
             case FindFeature(call_id, mm_hash):
@@ -478,7 +487,7 @@ class StoreSession:
         describe = partial(self._items.describe, self._source(call), call.options, call.size)
         return ItemDescribed(call.call_id, *await self._with_memory(describe))
 
-    def _source(self, call: FindItem | DescribeItem) -> ItemSource:
+    def _source(self, call: FindItem | DescribeItem | OpenDocument) -> ItemSource:
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
         return ItemSource(call.ref, RequestTimeline(), upload, partial(self._admit, call.call_id))
 

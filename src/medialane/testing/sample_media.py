@@ -1,5 +1,5 @@
-"""Generates images, audio and video for demos, checks, tests and benchmarks that need realistic sizes without shipping
-recordings.
+"""Generates images, audio, video and documents for demos, checks, tests and benchmarks that need realistic sizes
+without shipping recordings.
 
 The cost of coding a photo results from the correlation of neighbouring pixels on every scale. So the JPEGs have a lit
 sky, hills and discs with hard edges, and noise summed over octaves, from coarse and strong to fine and faint.
@@ -8,6 +8,7 @@ sky, hills and discs with hard edges, and noise summed over octaves, from coarse
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from functools import lru_cache
 
 import av
@@ -121,3 +122,39 @@ def sample_video(seed: int, num_frames: int = 24, width: int = 224, height: int 
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()
+
+
+def sample_pdf(pages: Sequence[str], *, width: int = 595, height: int = 842, font_size: int = 12) -> bytes:
+    """Return a document with a page for each of these texts, in lines, of `width` x `height` points (A4).
+
+    Equal arguments give equal bytes; a page is the same whatever others there are.
+    """
+    kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        f"<</Type/Pages/Count {len(pages)}/Kids[{kids}]>>",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>",
+    ]
+    for number, text in enumerate(pages):
+        escaped = text.replace("\\", r"\\").replace("(", r"\(").replace(")", r"\)")
+        lines = "".join(f"({line}) Tj T*\n" for line in escaped.splitlines())
+        drawn = f"BT /F {font_size} Tf {font_size * 1.2:g} TL {4 * font_size} {height - 5 * font_size} Td\n{lines}ET"
+        box, font = f"/MediaBox[0 0 {width} {height}]", "/Resources<</Font<</F 3 0 R>>>>"
+        objects += [
+            f"<</Type/Page/Parent 2 0 R{box}{font}/Contents {5 + 2 * number} 0 R>>",
+            f"<</Length {len(drawn)}>>\nstream\n{drawn}\nendstream",
+        ]
+    return pdf_of(objects)
+
+
+def pdf_of(objects: Sequence[str], *, trailer: str = "") -> bytes:
+    """Return a PDF file of these objects, numbered from 1, the first is its catalog; with further entries of its
+    `trailer`. Characters are of Latin-1."""
+    body, starts = bytearray(b"%PDF-1.7\n"), list[int]()
+    for number, content in enumerate(objects, 1):
+        starts.append(len(body))
+        body += f"{number} 0 obj\n{content}\nendobj\n".encode("latin-1")
+    entries = "".join(f"{start:010} 00000 n \n" for start in starts)
+    size = len(objects) + 1
+    table = f"xref\n0 {size}\n0000000000 65535 f \n{entries}trailer\n<</Size {size}/Root 1 0 R{trailer}>>"
+    return bytes(body) + f"{table}\nstartxref\n{len(body)}\n%%EOF\n".encode()

@@ -135,9 +135,6 @@ def naming(ref: MediaRef) -> Iterator[None]:
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
-#: Highest resolution of a page: above it, a small page would have more pixels than any model uses.
-MAX_DPI = 1200
-
 
 class AudioIo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Decoding options of audio (`MediaRef.io`), which no client sets: the rate to resample to, 0 for the file's."""
@@ -148,6 +145,11 @@ class AudioIo(msgspec.Struct, frozen=True, omit_defaults=True):
 def audio_io(sample_rate: int) -> bytes:
     """Return the decoding options of audio that is resampled."""
     return msgspec.json.encode(AudioIo(sample_rate))
+
+
+def modality_of(source: MediaSource) -> Modality:
+    """Return the modality of the items that encoded bytes are, or have."""
+    return "image" if source == "document" else source
 
 
 class PageIo(msgspec.Struct, frozen=True):
@@ -177,10 +179,10 @@ class DocumentOptions(msgspec.Struct, frozen=True):
     """
 
     pages: str = ""
-    dpi: Annotated[int, msgspec.Meta(ge=0, le=MAX_DPI)] = 0
-    max_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
+    dpi: int = 0
+    max_pixels: int = 0
     text: bool = True
-    max_pages: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_pages: int = 0
 
 
 class DocumentPage(msgspec.Struct, frozen=True):
@@ -214,6 +216,10 @@ class EncodedMedia(msgspec.Struct, frozen=True):
     range: ArenaRange
     data_offset: int
     num_bytes: int
+
+
+def source_of(encoded: EncodedMedia) -> MediaSource:
+    return "document" if encoded.media_type == PDF_TYPE else encoded.modality
 
 
 #: Of the metadata of a video; with 768 sampled frames there are 6 kB.

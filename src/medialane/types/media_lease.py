@@ -17,7 +17,7 @@ import msgspec
 from blake3 import blake3
 
 from medialane.types.errors import InvalidMediaUrl, InvalidRequest
-from medialane.types.media import Modality
+from medialane.types.media import MediaSource
 
 #: The beginning of such a URL.
 MEDIA_SCHEME = "medialane:media/"
@@ -33,16 +33,20 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 class LeasedMedia(msgspec.Struct, frozen=True, array_like=True):
     """A lease, and what is known of its media: width and height of images, as they are displayed; the duration of
-    others; 0 what does not apply or is not known."""
+    others; 0 what does not apply or is not known. `created_at` is in seconds since 1970; `name` and `purpose` of a file
+    are the client's, empty if they are not known any more."""
 
     hash: str
-    modality: Modality
+    modality: MediaSource
     media_type: str
     num_bytes: int
     remaining_s: float = 0.0
     width: int = 0
     height: int = 0
     duration_s: float = 0.0
+    created_at: float = 0.0
+    name: str = ""
+    purpose: str = ""
 
 
 def media_hash(*, owner: str, salt: str, content: str) -> str:

@@ -2,7 +2,7 @@
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, jsonSchema, streamText, tool } from "ai";
 import { z } from "zod";
-import { frequencyPenalty, longAnswer, maxTokens, parameters, printAll, question, settings, tooLong } from "./recorded.mjs";
+import { document, frequencyPenalty, longAnswer, maxTokens, parameters, printAll, question, settings, tooLong } from "./recorded.mjs";
 
 const provider = createOpenAICompatible({
   name: "medialane", baseURL: `${settings.base_url}/v1`, apiKey: settings.key || "none",
@@ -12,6 +12,8 @@ const model = provider(settings.model);
 const tools = { describe: tool({ description: "Describe a picture", inputSchema: jsonSchema(parameters), strict: true }) };
 const written = { maxOutputTokens: 150, frequencyPenalty };
 const photo = { type: "image", image: settings.dataUrl };
+const file = { type: "file", mediaType: "application/pdf", data: settings.pdfDataUrl, filename: "report.pdf" };
+const pages = document(file, (text) => ({ type: "text", text }), (image) => ({ type: "image", image }), "report.pdf");
 const schema = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
 
 const request = (parts, options) => ({
@@ -37,6 +39,7 @@ async function streamedText(parts = [], options = {}) {
 const calls = {
   "text": () => generated(),
   "text about an image": () => generated([photo]),
+  "text about a document": () => generated(pages),
   "stream": () => streamedText([photo]),
   "tools offered": () => generated([photo], { tools }),
   "tool forced": () => generated([], { tools, toolChoice: { type: "tool", toolName: "describe" }, ...written }),

@@ -4,9 +4,11 @@ import { readFileSync } from "node:fs";
 
 const given = JSON.parse(process.argv[2]);
 const photo = readFileSync(given.photo);
+const pdf = readFileSync(given.pdf);
 
 export const settings = {
   ...given,
+  pdfDataUrl: `data:application/pdf;base64,${pdf.toString("base64")}`,
   photoBase64: photo.toString("base64"),
   dataUrl: `data:image/jpeg;base64,${photo.toString("base64")}`,
   brokenUrl: `data:image/jpeg;base64,${photo.subarray(0, 5000).toString("base64")}`,
@@ -23,6 +25,14 @@ export const parameters = {
   required: ["colour"],
   additionalProperties: false,
 };
+
+/** The part of a document, or, for a server that takes none, those of its pages, by `text` and `picture` of a data: URL. */
+export function document(part, text, picture, name = "") {
+  if (given.takes_documents) return [part];
+  return given.pages.flatMap(([words, file], number) => [
+    text(name && !number ? `${name}\n${words}` : words), picture(`data:image/png;base64,${readFileSync(file).toString("base64")}`),
+  ]);
+}
 
 /** The events of a stream, which are compared apart from how its text was cut. */
 export async function streamed(events) {

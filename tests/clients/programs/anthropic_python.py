@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from anthropic import Anthropic, APIError
@@ -39,6 +40,17 @@ def image(data: str) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": data}}
 
 
+def document(source: dict[str, Any], **members: str) -> list[dict[str, Any]]:
+    """The block of a document, or those of its pages: see `Settings.document`."""
+
+    def png(data: bytes) -> dict[str, Any]:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+        return {"type": "image", "source": source}
+
+    block = {"type": "document", "source": source, **members}
+    return server.document(block, lambda text: {"type": "text", "text": text}, png, members.get("title", ""))
+
+
 def asked(*parts: dict[str, Any], words: str = QUESTION) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": words}]}]
 
@@ -70,6 +82,34 @@ def message_with_an_image() -> Any:
 @calls
 def message_with_an_image_by_url() -> Any:
     return message({"type": "image", "source": {"type": "url", "url": server.photo_url}})
+
+
+@calls
+def message_with_a_document() -> Any:
+    return message(
+        *document({"type": "base64", "media_type": "application/pdf", "data": server.pdf_base64()}, title="Report")
+    )
+
+
+@calls
+def message_with_a_document_by_url() -> Any:
+    return message(*document({"type": "url", "url": server.pdf_url}))
+
+
+@calls
+def message_with_a_document_of_text() -> Any:
+    text = {"type": "text", "text": "some words"}
+    source = {"type": "text", "media_type": "text/plain", "data": "some words"}
+    return message({"type": "document", "source": source} if server.takes_documents else text)
+
+
+@calls
+def document_as_the_result_of_a_tool() -> Any:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "describe", "input": {"colour": "red"}}
+    pages = document({"type": "base64", "media_type": "application/pdf", "data": server.pdf_base64()})
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": pages}
+    answers = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    return message(messages=[*asked(), *answers], tools=TOOLS)
 
 
 @calls

@@ -10,7 +10,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import APIError
 from pydantic import BaseModel
-from recorded import FREQUENCY_PENALTY, MAX_TOKENS, QUESTION, TOO_LONG, Calls, settings
+from recorded import FREQUENCY_PENALTY, MAX_TOKENS, QUESTION, TOO_LONG, Calls, png_url, settings
 
 server = settings()
 
@@ -68,6 +68,23 @@ def image_by_url() -> Any:
 def image_in_langchains_own_form() -> Any:
     part = {"type": "image", "source_type": "base64", "data": server.photo_base64(), "mime_type": "image/jpeg"}
     return shown(model().invoke(asked(part)))
+
+
+def document(part: dict[str, Any], name: str = "") -> list[dict[str, Any]]:
+    """The part of a document, or of its pages: see `Settings.document`."""
+    return server.document(part, lambda text: {"type": "text", "text": text}, lambda data: image(png_url(data)), name)
+
+
+@calls
+def document_in_langchains_own_form() -> Any:
+    part = {"type": "file", "base64": server.pdf_base64(), "mime_type": "application/pdf", "filename": "report.pdf"}
+    return shown(model().invoke(asked(*document(part, "report.pdf"))))
+
+
+@calls
+def document_by_the_responses_api() -> Any:
+    part = {"type": "file", "url": server.pdf_url, "mime_type": "application/pdf"}
+    return shown(model(use_responses_api=True).invoke(asked(*document(part))))
 
 
 @calls

@@ -6,7 +6,7 @@ from typing import Any
 
 from openai import APIError, OpenAI
 from pydantic import BaseModel
-from recorded import MAX_TOKENS, QUESTION, settings, stream
+from recorded import MAX_TOKENS, QUESTION, png_url, settings, stream
 
 server = settings()
 client = OpenAI(base_url=f"{server.base_url}/v1", api_key=server.key or "none", max_retries=0)
@@ -27,6 +27,11 @@ def describe(error: Exception) -> dict[str, Any]:
 
 def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def document(part: dict[str, Any], name: str = "") -> list[dict[str, Any]]:
+    """The part of a document, or of its pages: see `Settings.document`."""
+    return server.document(part, lambda text: {"type": "text", "text": text}, lambda data: image(png_url(data)), name)
 
 
 def asked(*parts: dict[str, Any], words: str = QUESTION) -> list[dict[str, Any]]:

@@ -5,10 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from openai import AsyncOpenAI, OpenAI
-from openai_client import asked, chat, client, describe, dumped, image, server
+from openai import AsyncOpenAI, NotFoundError, OpenAI
+from openai_client import asked, chat, client, describe, document, dumped, image, server
 from pydantic import BaseModel
-from recorded import FREQUENCY_PENALTY, LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, SCHEMA, TOO_LONG, Calls, stream
+from recorded import (
+    FREQUENCY_PENALTY,
+    LONG_ANSWER,
+    MAX_TOKENS,
+    PARAMETERS,
+    QUESTION,
+    SCHEMA,
+    TOO_LONG,
+    Calls,
+    png_url,
+    stream,
+)
 
 calls = Calls(describe)
 
@@ -17,6 +28,27 @@ TOOLS = [{"type": "function", "function": TOOL}]
 FORCED = {"type": "function", "function": {"name": "describe"}}
 WRITTEN = {"max_tokens": 150, "frequency_penalty": FREQUENCY_PENALTY}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "schema": SCHEMA, "strict": True}}
+
+
+def input_text(words: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": words}
+
+
+def input_image(data: bytes) -> dict[str, Any]:
+    return {"type": "input_image", "detail": "auto", "image_url": png_url(data)}
+
+
+def answered(*parts: dict[str, Any]) -> Any:
+    """The words of a response, and how many tokens its prompt has."""
+    content = [*parts, input_text(QUESTION)]
+    made = client.responses.create(
+        model=server.model,
+        input=[{"role": "user", "content": content}],
+        max_output_tokens=MAX_TOKENS,
+        temperature=0,
+        store=False,
+    )
+    return [made.output_text, made.usage.input_tokens]
 
 
 class Picture(BaseModel):
@@ -42,6 +74,49 @@ def chat_with_an_image() -> Any:
 @calls
 def chat_with_an_image_by_url() -> Any:
     return chat(image(server.photo_url))
+
+
+@calls
+def chat_with_a_document() -> Any:
+    file = {"filename": "report.pdf", "file_data": server.pdf_data_url()}
+    return chat(*document({"type": "file", "file": file}, "report.pdf"))
+
+
+@calls
+def chat_with_a_document_in_bare_base64() -> Any:
+    return chat(*document({"type": "file", "file": {"file_data": server.pdf_base64()}}))
+
+
+@calls
+def chat_with_a_document_that_was_sent_before() -> Any:
+    """It is then listed, read and deleted; to chats it is unknown from then on."""
+    if not server.takes_documents:
+        return chat(*document({}))
+    sent = client.files.create(file=("report.pdf", server.pdf.read_bytes()), purpose="user_data")
+    part = {"type": "file", "file": {"file_id": sent.id}}
+    made = chat(part)
+    found = client.files.retrieve(sent.id)
+    assert (found.filename, found.bytes, found.purpose) == ("report.pdf", server.pdf.stat().st_size, "user_data")
+    assert sent.id in [file.id for file in client.files.list()]
+    assert client.files.content(sent.id).read() == server.pdf.read_bytes()
+    assert client.files.delete(sent.id).deleted
+    assert sent.id not in [file.id for file in client.files.list()]
+    try:
+        chat(part)
+    except NotFoundError:
+        return made
+    raise AssertionError("the file is still there")
+
+
+@calls
+def response_with_a_document() -> Any:
+    return [
+        answered(*server.document(part, input_text, input_image, name))
+        for part, name in (
+            ({"type": "input_file", "filename": "report.pdf", "file_data": server.pdf_data_url()}, "report.pdf"),
+            ({"type": "input_file", "file_url": server.pdf_url}, ""),
+        )
+    ]
 
 
 @calls

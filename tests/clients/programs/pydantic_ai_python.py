@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Literal
 
 from pydantic import BaseModel
-from pydantic_ai import Agent, BinaryContent, ImageUrl, ModelHTTPError, NativeOutput, ToolOutput
+from pydantic_ai import Agent, BinaryContent, DocumentUrl, ImageUrl, ModelHTTPError, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from recorded import FREQUENCY_PENALTY, MAX_TOKENS, QUESTION, TOO_LONG, Calls, settings
@@ -50,6 +50,22 @@ def photo() -> BinaryContent:
 @calls
 def text() -> Any:
     return shown(agent().run_sync(QUESTION))
+
+
+def document(part: Any) -> list[Any]:
+    """The document, or its pages: see `Settings.document`."""
+    return server.document(part, str, lambda data: BinaryContent(data, media_type="image/png"), "filename.pdf")
+
+
+@calls
+def with_a_document() -> Any:
+    part = BinaryContent(server.pdf.read_bytes(), media_type="application/pdf")
+    return shown(agent().run_sync([*document(part), QUESTION]))
+
+
+@calls
+def with_a_document_by_url() -> Any:
+    return shown(agent().run_sync([*document(DocumentUrl(server.pdf_url, force_download="allow-local")), QUESTION]))
 
 
 @calls

@@ -39,7 +39,9 @@ LONG_ANSWER = 7000
 
 @dataclass(frozen=True)
 class Settings:
-    """The server by its address without /v1; files and URLs of an image and a clip; a URL that answers 404."""
+    """The server by its address without /v1; files and URLs of an image, a clip and a document; a URL that answers 404.
+
+    A server that `takes_documents` gets the document, another one its `pages`: the text and a PNG file of each."""
 
     base_url: str
     model: str
@@ -48,12 +50,32 @@ class Settings:
     photo_url: str
     missing_url: str
     clip: Path
+    pdf: Path
+    pdf_url: str
+    pages: list[tuple[str, str]]
+    takes_documents: bool = False
 
     def photo_base64(self) -> str:
         return base64.b64encode(self.photo.read_bytes()).decode()
 
     def clip_base64(self) -> str:
         return base64.b64encode(self.clip.read_bytes()).decode()
+
+    def pdf_base64(self) -> str:
+        return base64.b64encode(self.pdf.read_bytes()).decode()
+
+    def pdf_data_url(self) -> str:
+        return f"data:application/pdf;base64,{self.pdf_base64()}"
+
+    def document(self, part: Any, text: Callable[[str], Any], picture: Callable[[bytes], Any], name: str = "") -> list:
+        """Return the part of the document, or the parts of its pages, made by `text` and `picture` of a PNG file."""
+        if self.takes_documents:
+            return [part]
+        parts = []
+        for number, (words, file) in enumerate(self.pages):
+            heading = f"{name}\n" if name and not number else ""
+            parts += [text(heading + words), picture(Path(file).read_bytes())]
+        return parts
 
     def data_url(self) -> str:
         return f"data:image/jpeg;base64,{self.photo_base64()}"
@@ -65,7 +87,11 @@ class Settings:
 
 def settings() -> Settings:
     fields = json.loads(sys.argv[1])
-    return Settings(**{**fields, "photo": Path(fields["photo"]), "clip": Path(fields["clip"])})
+    return Settings(**{**fields, **{name: Path(fields[name]) for name in ("photo", "clip", "pdf")}})
+
+
+def png_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def stream(events: Iterable[Any]) -> dict[str, Any]:

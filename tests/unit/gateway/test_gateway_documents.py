@@ -53,8 +53,9 @@ class Store:
 class Asked:
     """One request through both middlewares: `body` is what the app got, with `<n>` for reference n."""
 
-    def __init__(self, document, store=None, *, path="/v1/chat/completions", config=None, **limits):
+    def __init__(self, document, store=None, *, path="/v1/chat/completions", config=None, leaves=False, **limits):
         self.store, self.body, self.refs, self.sent = store, None, (), []
+        self._leaves = leaves
         self._document, self._path = document, path
         self._intake = Intake(
             self._app, config, MediaConfig(**limits), open_document=None if store is None else store.open
@@ -65,7 +66,9 @@ class Asked:
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive():
-            return messages.pop() if messages else await asyncio.Event().wait()
+            if messages:
+                return messages.pop()
+            return {"type": "http.disconnect"} if self._leaves else await asyncio.Event().wait()
 
         async def send(message):
             self.sent.append(message)
@@ -188,6 +191,11 @@ async def test_a_document_becomes_its_pages_in_the_form_of_the_api(form):
     assert [each.io for each in request.refs] == [b'{"page":1}', b'{"page":2}']
     assert all((each.url or each.data, each.media_type) == (given, PDF_TYPE) for each in request.refs)
     assert all(each.content for each in request.refs)
+
+
+async def test_large_numbers_reach_the_store_as_what_it_can_read():
+    _, request = await asked([chat_file(file_data=B64, dpi=10**30)])
+    assert request.store.asked[0][1].dpi == 1 << 31
 
 
 async def test_strings_may_be_written_with_escapes():
@@ -318,6 +326,7 @@ REFUSED = {
     "an unknown key": (chat_file(file_data=B64, page="1"), 400, "invalid_request", f"{FILE}.page", "mean pages"),
     "pages as a number": (chat_file(file_data=B64, pages=3), 400, "invalid_request", f"{FILE}.pages", "1-3,7"),
     "a resolution of 0": (chat_file(file_data=B64, dpi=0), 400, "invalid_request", f"{FILE}.dpi", "at least 1"),
+    "a string as a number": (chat_file(file_data=B64, dpi="a"), 400, "invalid_request", f"{FILE}.dpi", "a number"),
     "text after": (chat_file(file_data=B64, text="after"), 400, "invalid_request", f"{FILE}.text", '"before"'),
     "no data": (chat_file(filename="a.pdf"), 400, "empty_media", FILE, "file_data or file_id"),
     "no base64": (chat_file(file_data="data:application/pdf;base64,a b"), 400, "invalid_base64", FILE, "base64"),
@@ -344,6 +353,7 @@ async def test_refused_files_name_their_field(case):
         (document({"type": "base64", "data": B64, "dpis": 3}), "did you mean dpi"),
         (document({"type": "content", "content": [ ]}), "the document is empty"),
         (document({"type": "text"}), "a document's source is of type"),
+        (document({"type": "base64", "data": B64}, citations=3), "this cannot be read"),
         (document({"type": "base64", "data": B64}, titel="a"), "did you mean title"),
     ],
 )  # fmt: skip
@@ -359,6 +369,17 @@ async def test_the_error_of_a_document_is_the_answer():
     assert request.error == (400, "invalid_document", FILE, "the document is encrypted")
     request = await Asked({"messages": [{"role": "user", "content": [chat_file(file_data=B64)]}]})()
     assert request.error[:3] == (400, "invalid_request", FILE)
+
+
+async def test_client_that_leaves_while_its_document_is_opened_ends_the_request():
+    class Waiting(Store):
+        async def open(self, ref, options):
+            async with current_scope().connected():
+                await asyncio.Event().wait()
+
+    body = {"messages": [{"role": "user", "content": [chat_file(file_data=B64), chat_file(file_data=B64)]}]}
+    request = await Asked(body, Waiting(), leaves=True)()
+    assert (request.body, request.sent) == (None, [])
 
 
 async def test_pages_count_as_items_of_their_prompt():

@@ -50,7 +50,7 @@ def _without_avif(monkeypatch):
 
 def test_full_installation_supports_every_kind():
     assert installed_kinds().line() == (
-        "media: image (jpeg png webp gif avif bmp), video (h264 hevc vp9 av1), audio (wav flac mp3 ogg m4a)"
+        "media: image (jpeg png webp gif avif bmp pdf), video (h264 hevc vp9 av1), audio (wav flac mp3 ogg m4a)"
     )
     assert installed_kinds().unavailable == ()
 
@@ -59,6 +59,7 @@ def test_missing_libraries_are_named_with_their_fix():
     found = find_kinds(absent)
     assert found.line().splitlines() == [
         "media: image (jpeg png webp gif avif bmp)",
+        "media unavailable: image/pdf: pypdfium2_raw is not installed (pip install pypdfium2)",
         "media unavailable: video/h264 video/hevc video/vp9 video/av1: av is not installed (pip install av)",
         "media unavailable: audio/wav audio/flac audio/mp3 audio/ogg audio/m4a: soundfile is not installed "
         "(pip install soundfile)",
@@ -119,10 +120,16 @@ def sniffed_without(libraries, *media):
 
 def test_kinds_are_reported_and_unavailable_modalities_rejected_first_without_the_libraries():
     *kinds, video, audio = sniffed_without("av soundfile", ("video", b""), ("audio", b""))
-    assert kinds[0] == "media: image (jpeg png webp gif avif bmp)"
+    assert kinds[0] == "media: image (jpeg png webp gif avif bmp pdf)"
     assert kinds[1].startswith("media unavailable: ")
     assert "does not support video" in video
     assert "does not support audio" in audio
+
+
+def test_document_without_its_library_is_rejected():
+    message, image = sniffed_without("pypdfium2_raw", ("document", b"%PDF-1.7"), ("image", b"%PDF-1.7"))[-2:]
+    assert "does not support document" in message
+    assert "send it as a document" in image
 
 
 def test_unavailable_audio_is_rejected_by_name():

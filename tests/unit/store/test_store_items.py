@@ -94,7 +94,7 @@ class Pool:
         self.prepared, self.num_probes = [], 0
         self.measured, self.blanks = [], []
 
-    async def prepare_item(self, encoded, options, mm_hash, timeline, *, io):
+    async def prepare_item(self, encoded, options, mm_hash, timeline, *, io, as_file):
         self.prepared.append((bytes(io), options))
         await self._work()
         feature = Feature("image", mm_hash, b"", (), MediaSize(60, 40))

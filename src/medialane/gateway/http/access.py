@@ -70,6 +70,7 @@ OPERATOR = frozenset({STATE_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 #: Media that clients send once, and keep.
 MEDIA_PATH = "/medialane/v1/media"
 LEASE_PATH = "/medialane/v1/media/{hash}"
+FILES_PATH = "/v1/files"
 #: Its response is as large as its client likes, and held in the arena until that has read it.
 FEATURE_PATH = "/medialane/v1/features/{mm_hash}"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")

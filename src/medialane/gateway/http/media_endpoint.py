@@ -42,7 +42,7 @@ _ACTIONS: Final[Mapping[str, Literal["find", "renew", "end"]]] = {
 
 
 #: Bytes copied per iteration of the event loop, about 100 us.
-_PIECE_BYTES = 512 * 1024
+PIECE_BYTES = 512 * 1024
 
 #: The store waits longer than the gateway for the client.
 _MARGIN_S = 30.0
@@ -83,14 +83,7 @@ class MediaEndpoint:
         request = current_scope()
         declared = self._declared(scope, request)
         self._admit(request)
-        upload = _Upload(self._link, receive, self._fairness)
-
-        def put(call_id: int) -> PutMedia:
-            upload.begin()
-            return msgspec.structs.replace(declared, call_id=call_id)
-
-        with request.timeline.measure("fetch"):
-            return await self._shown(cast("MediaLeased", await self._link.call(put, upload.write)).media)
+        return await self._shown(await put_media(self._link, declared, receive, self._fairness))
 
     async def _ask(self, scope: Scope) -> Mapping[str, object]:
         request, action, media = current_scope(), _ACTIONS[scope["method"]], scope["path_params"]["hash"]
@@ -141,6 +134,18 @@ class MediaEndpoint:
         }
 
 
+async def put_media(link: StoreLink, declared: PutMedia, receive: Receive, fairness: LoopFairness) -> LeasedMedia:
+    """Have the store lease the media that `receive` returns, for the current request. Raises MedialaneError."""
+    upload = _Upload(link, receive, fairness)
+
+    def put(call_id: int) -> PutMedia:
+        upload.begin()
+        return msgspec.structs.replace(declared, call_id=call_id)
+
+    with current_scope().timeline.measure("fetch"):
+        return cast("MediaLeased", await link.call(put, upload.write)).media
+
+
 class _Upload:
     """The media of one body, which are hashed and written to the arena while they arrive."""
 
@@ -181,9 +186,9 @@ class _Upload:
     async def _move(self, entry: ArenaRange) -> None:
         """Continue in another range, with what is in the one before."""
         old, self._range = self._range or entry, entry
-        for start in range(0, self._num_bytes if old != entry else 0, _PIECE_BYTES):
+        for start in range(0, self._num_bytes if old != entry else 0, PIECE_BYTES):
             await asyncio.sleep(0)
-            end = min(start + _PIECE_BYTES, self._num_bytes)
+            end = min(start + PIECE_BYTES, self._num_bytes)
             self._link.payload(entry)[start:end] = self._link.payload(old)[start:end]
 
     async def _append(self, piece: memoryview, entry: ArenaRange) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from medialane.gateway.admission import Queues
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.access import MEDIA_PATH, given_key
+from medialane.gateway.http.access import FILES_PATH, MEDIA_PATH, given_key
 from medialane.gateway.http.responses import (
     REQUEST_ID,
     ErrorSender,
@@ -333,8 +333,12 @@ class IntakeMiddleware:
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:
         with request.timeline.measure("intake"):
             if is_multipart(content_type):
+                most = self._media.max_document_bytes if request.record.path == FILES_PATH else None
                 return extract_files(
-                    buffer, content_type, self._media, self._config, references=request.references, size=size
+                    *(buffer, content_type, self._media, self._config),
+                    references=request.references,
+                    size=size,
+                    max_file_bytes=most,
                 )
             return extract(buffer, self._media, self._config, references=request.references, size=size)
 

@@ -42,6 +42,7 @@ from medialane.gateway.intake.extraction import (
     extract_files,
     form_fields,
     is_multipart,
+    read_upload,
     with_pages,
 )
 from medialane.gateway.intake.limits import warm_up
@@ -63,6 +64,7 @@ __all__ = [
     "form_fields",
     "is_multipart",
     "placeholder_field",
+    "read_upload",
     "replay",
     "warm_up",
     "with_pages",

@@ -26,7 +26,6 @@ from medialane.gateway.intake.skeleton import (
     BRACKET,
     NULL,
     QUOTE,
-    UNREADABLE,
     Edit,
     Located,
     Skeleton,
@@ -38,7 +37,7 @@ from medialane.gateway.intake.skeleton import (
 from medialane.media import MediaConfig, decode_base64, parse_header, sniff_image
 from medialane.types.errors import EmptyMedia, InvalidRequest, UnknownMedia, UnsupportedMediaType
 from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
-from medialane.types.media_lease import MEDIA_SCHEME
+from medialane.types.media_lease import MEDIA_SCHEME, LeasedMedia
 
 #: Types of parts that are files.
 FileKind = Literal["file", "input_file", "document"]
@@ -49,6 +48,8 @@ _FILE_ID = re.compile(r"file-(pdf|image)-([0-9a-f]{64})")
 _PDF_MAGIC, _PDF_HEAD_BYTES = b"%PDF-", 1024
 #: Of DOCX, XLSX, PPTX and other archives, and of older Office files.
 _OFFICE_MAGIC = (b"PK\3\4", b"\xd0\xcf\x11\xe0")
+#: Of an option, to be sent to the store.
+_MAX_COUNT = 1 << 31
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif", ".bmp")
 #: Between the name of a document and of its page in `MediaRef.param`, as in URLs (RFC 8118).
 _PAGE_MARK = "#page="
@@ -105,7 +106,7 @@ class _Options(msgspec.Struct):
     def read(self, param: str) -> DocumentOptions:
         """Raises InvalidRequest naming the key. Values are checked where the document is opened."""
         dpi, max_pixels, max_pages = (
-            read_count(value, f"{param}.{name}") or 0
+            min(read_count(value, f"{param}.{name}") or 0, _MAX_COUNT)
             for name, value in (("dpi", self.dpi), ("max_pixels", self.max_pixels), ("max_pages", self.max_pages))
         )
         pages = "" if self.pages is ABSENT else string_or_none(self.pages)
@@ -173,7 +174,8 @@ _DOCUMENTS = msgspec.json.Decoder(_Document)
 
 
 class FilePlace(msgspec.Struct, frozen=True, gc=False):
-    """The part of a file: `param` is the field of the file in it, or the part itself."""
+    """The part of a file: `param` is the field of the file in it, or the part itself. `extract` also raises the
+    exceptions in UNREADABLE."""
 
     kind: FileKind
     param: str
@@ -184,10 +186,7 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         form = _FORMS[self.kind]
         part = _part_of(skeleton, self.param, form)
         place = skeleton.locate(part)
-        try:
-            sent = self._sent(part)
-        except UNREADABLE as error:
-            raise InvalidRequest(f"this is no valid {self.kind}: {error}", param=self.param) from error
+        sent = self._sent(part)
         heading = f"{sent.heading}\n" if sent.heading else ""
         if sent.text is not ABSENT:
             return None, _text_edits(place, skeleton.locate(sent.text), form, heading)
@@ -252,7 +251,7 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         if bytes(head[:5]).lower() == b"data:":
             header, payload = split_located(located, head)
             return None, parse_header(header), decode_base64(payload, config.max_data_url_bytes)
-        if value is sent.url:
+        if value is sent.url or bytes(head[:8]).lower().startswith((b"http://", b"https://")):
             return plain_url(located), None, None
         return None, sent.media_type, decode_base64(located.text(), config.max_data_url_bytes)
 
@@ -271,10 +270,15 @@ def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple
     return SentDocument(bare, DocumentOptions(max_pixels=max_pixels), form), [(place.start, place.end, reference)]
 
 
-def uploaded(file_id: str) -> tuple[str, str]:
-    """Return the URL of a file of `/v1/files`, and its media type, as far as that matters. Raises UnknownMedia."""
-    if (match := _FILE_ID.fullmatch(file_id)) is None:
-        raise UnknownMedia(f"there is no file {file_id[:100]!r}: send it to /v1/files")
+def file_id(media: LeasedMedia) -> str:
+    """Return the id of a file of `/v1/files`, which says what it is."""
+    return f"file-{'pdf' if media.modality == 'document' else media.modality}-{media.hash}"
+
+
+def uploaded(name: str) -> tuple[str, str]:
+    """Return the URL of the file with this id, and its media type, as far as that matters. Raises UnknownMedia."""
+    if (match := _FILE_ID.fullmatch(name)) is None:
+        raise UnknownMedia(f"there is no file {name[:100]!r}: send it to /v1/files")
     return f"{MEDIA_SCHEME}{match[2]}", PDF_TYPE if match[1] == "pdf" else match[1]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from medialane.media import MediaConfig
 from medialane.types.errors import (
     BodyTooLarge,
     EmptyMedia,
+    InvalidBody,
     InvalidMediaUrl,
     InvalidRequest,
     InvalidUpload,
@@ -179,10 +180,12 @@ class _Items:
         reference = f'"{references.text(len(self.refs))}"'.encode()
         try:
             found, made = place.extract(skeleton, reference, salt=salt, config=config)
+            if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
+                found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
         except MedialaneError as error:
             raise (error if error.param else error.at(place.param)) from error
-        if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
-            found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
+        except UNREADABLE as error:
+            raise InvalidRequest(f"this cannot be read: {error}", param=place.param) from error
         self.edits += made
         if isinstance(found, SentDocument):
             self.documents.append(replace(found, number=len(self.refs)))
@@ -322,11 +325,12 @@ _MAX_NAME_CHARS = 64
 
 
 class _File(NamedTuple):
-    """A file's field name, and the range of its content in the body."""
+    """A file's field name, the range of its content in the body, and its own name."""
 
     name: str
     start: int
     end: int
+    filename: str
 
 
 def is_multipart(content_type: bytes | None) -> bool:
@@ -334,9 +338,17 @@ def is_multipart(content_type: bytes | None) -> bool:
 
 
 def extract_files(
-    body: Buffer, content_type: bytes, config: MediaConfig, limits: GatewayConfig, *, references: References, size: int
+    body: Buffer,
+    content_type: bytes,
+    config: MediaConfig,
+    limits: GatewayConfig,
+    *,
+    references: References,
+    size: int,
+    max_file_bytes: int | None = None,
 ) -> ExtractedMedia:
-    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead.
+    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead. Without
+    `max_file_bytes` they may be as large as audio.
 
     Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`, or no `cache_salt`
     although it is required), which name the field, and BodyTooLarge for a form that is too large without its files. A
@@ -356,7 +368,7 @@ def extract_files(
     salt = form.fields.get(b"cache_salt", b"").decode("utf-8", "replace")
     if files:
         check_salt(salt, limits)
-    refs = tuple(_reference(file, data, salt, config) for file in files)
+    refs = tuple(_reference(file, data, salt, max_file_bytes or config.max_audio_bytes) for file in files)
     report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
     model, stream = (form.fields.get(name, b"").decode("utf-8", "replace") for name in (b"model", b"stream"))
     is_streamed = stream.lower() == "true"
@@ -372,12 +384,28 @@ def form_fields(body: bytes, content_type: bytes) -> list[tuple[str, str]]:
     return [(name, value.decode()) for name, value in [*fields, *files]]
 
 
-def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> MediaRef:
+def read_upload(body: bytes, content_type: bytes, allowed: Collection[str]) -> tuple[str, dict[str, str]]:
+    """Return the filename in a form with one file, its part `file`, and its other fields. Raises InvalidBody for what
+    is no form, InvalidRequest for fields that are not allowed, or no file."""
+    try:
+        form = _Form(content_type, body)
+        fields = {name.decode(): value.decode() for name, value in (*form.fields.items(), *form.others)}
+    except (FormParserError, UnicodeDecodeError) as error:
+        raise InvalidBody("the body must be a form (multipart/form-data)") from error
+    if [file.name for file in form.files] != ["file"]:
+        raise InvalidRequest("the form must have one file, in its field `file`", param="file")
+    for name in fields:
+        if name not in allowed:
+            raise InvalidRequest(f"unknown field; supported here: file, {', '.join(allowed)}", param=name[:64])
+    return form.files[0].filename, fields
+
+
+def _reference(file: _File, data: bytes, salt: str, max_bytes: int) -> MediaRef:
     num_bytes = file.end - file.start
     if not num_bytes:
         raise EmptyMedia("the file is empty", param=file.name)
-    if num_bytes > config.max_audio_bytes:
-        message = f"the file has {num_bytes} bytes, more than {config.max_audio_bytes}"
+    if num_bytes > max_bytes:
+        message = f"the file has {num_bytes} bytes, more than {max_bytes}"
         raise InvalidUpload(message, param=file.name)
     return MediaRef("audio", file.name, data=data[file.start : file.end], salt=salt)
 
@@ -430,7 +458,8 @@ class _Form:
         options = parse_options_header(self._disposition)[1]
         name = options.get(b"name", b"")
         if b"filename" in options:
-            self.files.append(_File(name.decode("utf-8", "replace")[:_MAX_NAME_CHARS], *self._range))
+            field, filename = (text.decode("utf-8", "replace") for text in (name, options[b"filename"]))
+            self.files.append(_File(field[:_MAX_NAME_CHARS], *self._range, filename))
             return
         value = self._data[slice(*self._range)]
         if name in FIELDS:

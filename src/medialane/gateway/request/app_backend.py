@@ -29,6 +29,7 @@ from medialane.gateway.request.store_items import StoreItems, wave_size
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
+from medialane.observability.timeline import RequestTimeline
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem
 from medialane.runtime.tasks import gather_or_cancel
@@ -58,11 +59,14 @@ from medialane.types.media import (
     BEST_STAGE,
     RAW_STAGE,
     STAGES,
+    DocumentOptions,
     MediaRef,
+    OpenedDocument,
     Stage,
     StageChoice,
     StageName,
     audio_io,
+    naming,
     prepared_stage,
 )
 from medialane.types.stats import WaitStats
@@ -159,6 +163,23 @@ class AppBackend:
     def admit(self, scope: RequestScope) -> None:
         """Count a request with media until its scope ends. Raises MediaOverloaded."""
         self._admission.admit(scope)
+
+    @while_connected
+    async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
+        """Return a document of the current request with its pages. Raises MedialaneError, which names its field."""
+        self._admission.admit(current_scope())
+        with naming(ref):
+            return await self._store_items.open_document(ref, options)
+
+    @while_connected
+    async def read(self, ref: MediaRef) -> memoryview:
+        """Return the bytes of media that the client has sent before, in the arena; the current request holds them."""
+        item = await self._store_items.encoded(
+            ref, b"{}", RequestTimeline(), ImageBudget(self._assembly, b"{}", self._admitted().preparation)
+        )
+        keep(item, current_scope())
+        (data,) = self.tensors(item.feature)
+        return data
 
     async def num_image_tokens(self, size: tuple[int, int]) -> int | None:
         """Return how many tokens of a prompt an image of this size takes at least; None if that is not known."""

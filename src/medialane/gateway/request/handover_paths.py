@@ -234,7 +234,7 @@ def _source_payload(item: StagedItem) -> MediaPayload:
         feature.tensors,
         feature.size,
         media_type=item.media_type,
-        io=item.ref.io,
+        io=item.ref.io if item.ref.page is None else b"{}",  # vLLM gets an image
         param=item.ref.param,
     )
 

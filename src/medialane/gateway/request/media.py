@@ -171,19 +171,23 @@ class PlainHashes:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def fetched(self, media: RequestMedia) -> tuple[MediaPrompt, dict[str, memoryview]]:
-        """Return the prompt with the contents of its URLs, and the bytes of these by content hash, which the request's
-        scope holds. Raises MedialaneError."""
+        """Return the prompt with the contents of its URLs, and the bytes of these by their names, which the request's
+        scope holds; of pages of documents, image files. Raises MedialaneError."""
         prompt = media.source
         if any(ref.is_embeds for ref in prompt.items):
             raise InvalidRequest("the hashes of embeddings are not known without an engine", param="messages")
-        urls = [number for number, ref in enumerate(prompt.items) if ref.url is not None]
+        urls = [number for number, ref in enumerate(prompt.items) if ref.url is not None or ref.page is not None]
         if not urls:
             return prompt, {}
         items, fetched = list(prompt.items), {}
         of_urls = media.of([items[number] for number in urls])
         for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
             content = item.content_hash or ""
-            (fetched[content],) = self._store_items.tensors(item.feature)
+            (data,) = self._store_items.tensors(item.feature)
+            if items[number].page is not None:
+                fetched[_name(items[number])] = data
+                continue
+            fetched[content] = data
             # Leased media are found by their lease.
             url = items[number].url if is_leased(items[number].url) else None
             items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
@@ -216,7 +220,7 @@ class PlainHashes:
         """Return the item as it is known without decoding it."""
         if ref.alias is not None:  # the hash follows from the client's `uuid`
             return ref
-        data: Bytes = fetched[ref.content or ""] if ref.data is None else ref.data
+        data: Bytes = fetched[_name(ref)] if ref.data is None or ref.page is not None else ref.data
         return EncodedItem(ref, data, size, ref.modality != "image" or self._is_rgb(ref, data))
 
     def _is_hashed(self, item: MediaRef | EncodedItem) -> bool:
@@ -232,3 +236,8 @@ class PlainHashes:
 
     def _is_rgb(self, ref: MediaRef, data: Bytes) -> bool:
         return ref.media_type == PIXMAP_TYPE or sniff_image(data, self._media).is_rgb
+
+
+def _name(ref: MediaRef) -> str:
+    """Return the content hash of an item; of a page, what tells it from others of its document."""
+    return ref.content or "" if ref.page is None else ref.io.decode()

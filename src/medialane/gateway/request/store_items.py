@@ -26,12 +26,14 @@ from medialane.store.holds import HoldCache, StoreHold
 from medialane.store.messages import (
     AliasResolved,
     DescribeItem,
+    DocumentOpened,
     FindItem,
     Form,
     ImagePublished,
     ImageSize,
     ItemDescribed,
     ItemFound,
+    OpenDocument,
     PublishImage,
     PutFeature,
     Question,
@@ -43,7 +45,7 @@ from medialane.store.messages import (
 from medialane.types.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
 from medialane.types.feature import Feature, Hold, StagedItem
 from medialane.types.hashing import content_hash, feature_key, merged_options, tensors_key
-from medialane.types.media import MediaRef, MediaSize, naming
+from medialane.types.media import DocumentOptions, MediaRef, MediaSize, OpenedDocument, naming
 from medialane.types.stats import PoolStats
 from medialane.types.tensor import ArenaRange, TensorSpec
 
@@ -115,7 +117,7 @@ class StoreItems:
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
         """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
-        if not ref.is_alias:
+        if not ref.is_alias or ref.page is not None:
             return ref
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
         return cast("AliasResolved", reply).ref
@@ -133,23 +135,25 @@ class StoreItems:
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
         """Return the feature key of `ref`, without preparing it. `content` is its content hash."""
+        content, io = ref.identity(content)
         return feature_key(
             processor=self._digest,
             content=content,
-            io=ref.io,
+            io=io,
             options=merged_options(options, ref.options),
             salt=ref.salt,
         )
 
     async def count_sent(self, ref: MediaRef, budget: ImageBudget) -> None:
-        """Count an image that came with the request in `budget`."""
-        data = ref.data
-        if data is None or ref.modality != "image" or ref.is_embeds or budget.has_counted(ref):
+        """Count an image that came with the request, or a page, in `budget`."""
+        data, page = ref.data, ref.page
+        if (data is None and page is None) or ref.modality != "image" or ref.is_embeds or budget.has_counted(ref):
             return
-        size = None
-        async with self._fairness.step(len(data)):
-            with suppress(InvalidRequest):  # decoding it will say why
-                size = image_size(data, self._media)
+        size = None if page is None else (page.width, page.height)
+        if data is not None and page is None:
+            async with self._fairness.step(len(data)):
+                with suppress(InvalidRequest):  # decoding it will say why
+                    size = image_size(data, self._media)
         if size is not None:
             with naming(ref):
                 await budget.add(ref, *size)
@@ -165,6 +169,26 @@ class StoreItems:
         self._check_fits(ref, budget.num_bytes(ref, "processed"))
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _staged(ref, hold, hold.value.feature)
+
+    async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
+        """Return a document with the pages that are wanted: the reference to each is `ref` with the document's content
+        hash and the page's `io`. Nothing is rendered.
+
+        Raises InvalidDocument, TooManyPages, MediaTooLarge, InvalidRequest for options that make no sense, and what
+        finding its bytes raises.
+        """
+        timeline = RequestTimeline()
+        asked, num_bytes = await self._hashed(await self.resolve(ref), timeline)
+
+        def ask(call_id: int) -> OpenDocument:
+            return OpenDocument(call_id, asked, options, num_bytes, request_id=request_id.get())
+
+        async def answer(question: Question) -> None:
+            if not isinstance(question, SendData):
+                raise ProtocolViolation(f"unexpected {type(question).__name__}")
+            await self._write(ref.data or b"", timeline, question.range)
+
+        return cast("DocumentOpened", await self._link.call(ask, answer)).document
 
     async def described(
         self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget
@@ -193,6 +217,9 @@ class StoreItems:
         """As `_hashed`, and, in the same step, count an image and return its size as decoded, if its header makes that
         certain."""
         data = ref.data
+        if (page := ref.page) is not None:
+            await self.count_sent(ref, budget)
+            return *await self._hashed(ref, timeline), MediaSize(width=page.width, height=page.height)
         if data is None or ref.modality != "image" or ref.is_embeds:
             return *await self._hashed(ref, timeline), None
 
@@ -238,14 +265,17 @@ class StoreItems:
         self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget
     ) -> StagedItem:
         """Return the current encoded bytes of `ref`, under the key of its feature: nothing has to be computed. If their
-        header must be checked, a preparer has opened them.
+        header must be checked, a preparer has opened them. Of a page, an image file of its pixels.
 
         An image of a URL is counted in `budget`.
         """
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
+        content = hold.value.content_hash
+        if ref.page is not None and (file := hold.value.feature) is not None:
+            feature = msgspec.structs.replace(file, mm_hash=self.key(ref, options, content=content), size=MediaSize())
+            return StagedItem(ref, feature, hold, media_type="image/png", content_hash=content)
         if (encoded := hold.value.encoded) is None:
             raise _in_another_form(hold)
-        content = hold.value.content_hash
         tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
         feature = Feature(ref.modality, self.key(ref, options, content=content), b"", tensors, MediaSize())
         return StagedItem(ref, feature, hold, media_type=encoded.media_type, content_hash=content)
@@ -326,6 +356,8 @@ class StoreItems:
         """Return `ref` with the content hash of its data instead of them, and their size."""
         if (data := ref.data) is None:
             return ref, None
+        if ref.content is not None:  # of the pages of a document that was opened
+            return msgspec.structs.replace(ref, data=None), len(data)
         with timeline.measure("fetch"):
             content = await self._fairness.run(len(data), lambda: content_hash(data))
         return msgspec.structs.replace(ref, data=None, content=content), len(data)
@@ -386,7 +418,7 @@ def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:
     """Return what identifies an item in one form. None if the store must be asked: a URL's content may have changed,
     and an alias that came with data is bound there."""
     binds_alias = ref.alias is not None and ref.data is not None
-    if content is None or ref.url is not None or binds_alias:
+    if content is None or (ref.url is not None and ref.page is None) or binds_alias:
         return None
     return content, ref.modality, ref.is_embeds, ref.is_feature, ref.io, ref.options, ref.salt, ref.owner, wanted
 

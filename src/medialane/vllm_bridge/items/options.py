@@ -262,15 +262,15 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
     `request` are the client's options, or already merged with the model's by vLLM: those equal to the model's are
     accepted. `item` are the item's own (`MediaRef.io` from intake). An item's `max_frames` caps the number of frames,
     however it was chosen, and with `fps` alone it is that number; a request's is left to the sampler, as in vLLM.
-    Images and audio have no options. Raises InvalidRequest naming an option that a client may not set, or not to this
-    value.
+    Images and audio have none but what intake sets. Raises InvalidRequest naming an option that a client may not set,
+    or not to this value.
     """
     request = request or {}
     check_options(request, "media_io_kwargs")
     for name, options in request.items():
         _check_modality(name, options, model.get(name, {}))
     if modality != "video":
-        return b"{}"
+        return item
     merge = VideoMediaIO.merge_kwargs
     own = msgspec.json.decode(item, type=dict[str, Any])
     merged = merge(merge(dict(model.get("video", {})), dict(request.get("video", {}))), own)

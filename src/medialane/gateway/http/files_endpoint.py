@@ -1,0 +1,157 @@
+"""OpenAI's `/v1/files`: documents and images that a client sends once, and names in the parts of later requests by
+their `file_id`. They are media that the store keeps for clients (`media_endpoint`), with the same bounds and end.
+
+An id says what its file is, so that intake knows it without asking. Names and purposes are in the store's memory only:
+when it has been restarted, files are found by their ids but not listed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import msgspec
+
+from medialane.gateway.http.access import FILES_PATH
+from medialane.gateway.http.media_endpoint import PIECE_BYTES, put_media
+from medialane.gateway.http.responses import NO_STORE, header, query_fields, send_response
+from medialane.gateway.intake import read_upload
+from medialane.gateway.intake.documents import file_id, uploaded
+from medialane.gateway.request.scope import RequestScope, current_scope
+from medialane.runtime.tasks import LoopFairness
+from medialane.store.client import StoreLink
+from medialane.store.messages import MAX_UPLOAD_S, AskLease, LeasesListed, ListLeases, MediaLeased, PutMedia
+from medialane.types.errors import InvalidRequest, UnknownMedia, UnsupportedMediaType
+from medialane.types.media import PDF_TYPE, MediaRef
+from medialane.types.media_lease import LeasedMedia, leased_hash, salt_of
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+FILE_PATH = f"{FILES_PATH}/{{file_id}}"
+CONTENT_PATH = f"{FILE_PATH}/content"
+
+#: Of files that requests read; no job of this server reads others.
+_PURPOSES = ("user_data", "assistants", "vision")
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]", "cache_salt")
+_MAX_LISTED = 10_000
+_MAX_NAME_CHARS = 255
+
+
+class FilesEndpoint:
+    """An ASGI app. `admit` limits the requests in flight that have media; `read` returns the bytes of media in the
+    arena, which the request holds."""
+
+    def __init__(
+        self,
+        link: StoreLink,
+        fairness: LoopFairness,
+        *,
+        admit: Callable[[RequestScope], None],
+        read: Callable[[MediaRef], Awaitable[memoryview]],
+    ) -> None:
+        self._link = link
+        self._fairness = fairness
+        self._admit = admit
+        self._read = read
+
+    @property
+    def routes(self) -> dict[str, FilesEndpoint]:
+        """By method and path."""
+        paths = {"GET": (FILES_PATH, FILE_PATH, CONTENT_PATH), "POST": (FILES_PATH,), "DELETE": (FILE_PATH,)}
+        return {f"{method} {path}": self for method, listed in paths.items() for path in listed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises MedialaneError before the response has begun."""
+        name, answer = scope["path_params"].get("file_id"), dict[str, Any]()
+        if scope["method"] == "POST":
+            answer = await self._create(scope, receive)
+        elif name is None:
+            answer = await self._listed(query_fields(scope["query_string"], ("purpose", "order", "limit", "after")))
+        elif scope["method"] == "DELETE":
+            await self._ask(scope, name, "end")
+            answer = {"id": name, "object": "file", "deleted": True}
+        elif scope["path"].endswith("/content"):
+            await self._send_content(scope, name, send)
+            return
+        else:
+            answer = _shown(await self._ask(scope, name, "find"))
+        await send_response(send, 200, msgspec.json.encode(answer))
+
+    async def _create(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        """Lease the file of a form, which intake has replaced by a reference."""
+        request = current_scope()
+        form = (await receive()).get("body", b"")
+        filename, fields = read_upload(form, header(scope, b"content-type"), _FIELDS)
+        if (purpose := fields.get("purpose", "")) not in _PURPOSES:
+            raise InvalidRequest(f"purpose must be one of {', '.join(_PURPOSES)}", param="purpose")
+        if not (ttl := fields.get("expires_after[seconds]", "0")).isdecimal():
+            raise InvalidRequest("expires_after[seconds] must be a whole number", param="expires_after")
+        self._admit(request)
+        (ref,) = request.extracted.refs
+        data = ref.data or b""
+        name = filename[:_MAX_NAME_CHARS]
+        declared = PutMedia(
+            0, ref.owner, ref.salt, len(data), MAX_UPLOAD_S, ttl_s=float(ttl) or None, name=name, purpose=purpose
+        )
+        starts = iter(range(0, len(data), PIECE_BYTES))
+
+        async def piece() -> Message:
+            end = (start := next(starts)) + PIECE_BYTES
+            return {"type": "http.request", "body": data[start:end], "more_body": end < len(data)}
+
+        media = await put_media(self._link, declared, piece, self._fairness)
+        if media.modality not in ("document", "image"):
+            await self._link.call(lambda call_id: AskLease(call_id, ref.owner, media.hash, "end", salt=ref.salt))
+            raise UnsupportedMediaType("a file must be a PDF document or an image", param="file")
+        return _shown(media)
+
+    async def _listed(self, query: Mapping[str, str]) -> dict[str, Any]:
+        limit, owner = query.get("limit", str(_MAX_LISTED)), current_scope().owner
+        if not limit.isdecimal() or not 0 < int(limit) <= _MAX_LISTED:
+            raise InvalidRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
+        listed = cast("LeasesListed", await self._link.call(lambda call_id: ListLeases(call_id, owner))).media
+        found = [_shown(media) for media in listed if query.get("purpose") in (None, media.purpose)]
+        found.sort(key=lambda file: file["created_at"], reverse=query.get("order") != "asc")
+        names = [file["id"] for file in found]
+        first = names.index(query["after"]) + 1 if query.get("after") in names else 0
+        page = found[first : first + int(limit)]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+        return {"object": "list", "data": page, "has_more": first + len(page) < len(found), **ends}
+
+    async def _send_content(self, scope: Scope, name: str, send: Send) -> None:
+        media = await self._ask(scope, name, "find")
+        media_type = PDF_TYPE if media.modality == "document" else None
+        ref = MediaRef("image", "file_id", uploaded(name)[0], media_type=media_type, salt=salt_of(scope["headers"]))
+        data = await self._read(current_scope().owned(ref))
+        length = (b"content-length", str(len(data)).encode())
+        headers = [(b"content-type", media.media_type.encode()), length, NO_STORE]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for start in range(0, len(data), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            piece = {"type": "http.response.body", "body": bytes(data[start:end]), "more_body": end < len(data)}
+            await send(piece)
+
+    async def _ask(self, scope: Scope, name: str, action: Literal["find", "end"]) -> LeasedMedia:
+        request, media = current_scope(), leased_hash(uploaded(name)[0])
+        salt = request.salt(salt_of(scope["headers"])) or ""
+        try:
+            reply = await self._link.call(lambda call_id: AskLease(call_id, request.owner, media, action, salt=salt))
+        except UnknownMedia as error:
+            raise UnknownMedia(f"there is no file {name}, or it has expired", param="file_id") from error
+        return cast("MediaLeased", reply).media
+
+
+def _shown(media: LeasedMedia) -> dict[str, Any]:
+    """Return OpenAI's file object."""
+    return {
+        "id": file_id(media),
+        "object": "file",
+        "bytes": media.num_bytes,
+        "created_at": int(media.created_at),
+        "expires_at": int(time.time() + media.remaining_s),
+        "filename": media.name,
+        "purpose": media.purpose or _PURPOSES[0],
+        "status": "processed",
+    }

@@ -1,0 +1,178 @@
+"""Pages of a document, from its bytes to what reaches an engine: rendered by preparers, kept by the store."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from contextlib import aclosing
+
+import numpy as np
+import pypdfium2
+import pytest
+from gateway_parts import Parts
+from msgspec.structs import replace
+from PIL import Image as PILImage
+
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.testing.sample_media import sample_pdf
+from medialane.types.errors import InvalidDocument, TooManyPages, UnknownMediaUuid, UnsupportedMediaType
+from medialane.types.feature import MediaPrompt
+from medialane.types.hashing import content_hash
+from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
+
+FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
+PARAM = "messages[0].content[0].file"
+URL = "http://host/paper.pdf"
+TEXTS = ("first page", "second page\nwith two lines", "third page")
+#: Small pages, to save time.
+SMALL = DocumentOptions(dpi=36)
+
+
+@pytest.fixture
+async def seen(worker):
+    """Records each request at the engine with the bytes of its items."""
+    seen, generate = [], worker.engine.generate
+
+    async def spied(request, tensors, embeddings):
+        seen.append((request.prompt, [[bytes(tensor) for tensor in each] for each in tensors]))
+        async with aclosing(generate(request, tensors, embeddings)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    worker.engine.generate = spied
+    return seen
+
+
+def document(texts=TEXTS, **fields):
+    return MediaRef("image", PARAM, data=sample_pdf(texts), media_type=PDF_TYPE, **fields)
+
+
+def pages(ref, opened):
+    """As intake makes them."""
+    return [replace(ref, param=f"{PARAM}.{p.number}", content=opened.content_hash, io=p.io) for p in opened.pages]
+
+
+def prompt(refs):
+    return MediaPrompt([1] + [token for _ in refs for token in (2, PLACEHOLDER_TOKEN)], tuple(refs))
+
+
+def rendered(data, number, dpi=36):
+    """The page by pypdfium2's own means."""
+    with pypdfium2.PdfDocument(data) as document:
+        page = document[number - 1]
+        pixels = page.render(scale=dpi / 72, rev_byteorder=True).to_numpy().copy()
+        page.close()
+    return pixels
+
+
+async def ask(parts, ref, options=SMALL):
+    """Answer a request about a document; return what was opened, and the cache's part in it."""
+    opened = await parts.store_items.open_document(ref, options)
+    with open_scope() as scope:
+        await parts.answer(prompt(pages(ref, opened)))
+    return opened, scope.timeline
+
+
+async def test_pages_are_pypdfium2s_pixels_in_every_stage(arena, preparers, worker, seen):
+    ref = document()
+    expected = [rendered(ref.data, number) for number in (1, 2, 3)]
+    for stage in ("features", "decoded", "url"):
+        async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+            opened, _ = await ask(parts, ref)
+        assert [page.text for page in opened.pages] == list(TEXTS)
+        assert [(page.height, page.width) for page in opened.pages] == [pixels.shape[:2] for pixels in expected]
+    (features, _), (decoded, pixels), (url, files) = seen
+    assert [feature.size.width for feature in features.features] == [page.width for page in opened.pages]
+    assert [one for (one,) in pixels] == [one.tobytes() for one in expected]
+    for (file,), item, one in zip(files, url.media, expected, strict=True):
+        assert (item.media_type, item.io) == ("image/png", b"{}")
+        assert np.array_equal(np.asarray(PILImage.open(io.BytesIO(file))), one)
+    assert (
+        [i.mm_hash for i in url.media] == [i.mm_hash for i in decoded.media] == [f.mm_hash for f in features.features]
+    )
+
+
+async def test_second_turn_renders_nothing_and_asks_no_preparer(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        first, timeline = await ask(parts, document())
+        assert timeline.cache == "miss"
+        num_done = preparers.stats().num_done
+        again, timeline = await ask(parts, document())
+        assert (again, timeline.cache, timeline.copied_bytes) == (first, "hit", 0)
+        assert preparers.stats().num_done == num_done == 4
+
+
+async def test_only_the_new_page_of_another_edition_is_rendered(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, document())
+        num_done = preparers.stats().num_done
+        opened, timeline = await ask(parts, document(("an inserted page", *TEXTS)))
+        assert (len(opened.pages), timeline.num_hits, timeline.num_misses) == (4, 3, 1)
+        assert preparers.stats().num_done == num_done + 2
+
+
+async def test_document_of_a_url_is_fetched_once(arena, preparers, worker):
+    ref = MediaRef("image", PARAM, url=URL, media_type=PDF_TYPE)
+    async with Parts(arena, preparers, [worker]) as parts:
+        parts.fetcher.contents[URL] = sample_pdf(TEXTS)
+        await ask(parts, ref)
+        assert parts.fetcher.num_fetches == 1
+        parts.fetcher.fresh[URL] = content_hash(sample_pdf(TEXTS))
+        assert (await ask(parts, ref))[1].cache == "hit"
+        assert parts.fetcher.num_fetches == 1
+
+
+async def test_concurrent_requests_share_opening_and_rendering(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await asyncio.gather(*(parts.store_items.open_document(document(), SMALL) for _ in range(5)))
+        assert preparers.stats().num_done == 1
+
+
+async def test_tenants_share_neither_document_nor_pages(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, document())
+        num_done = preparers.stats().num_done
+        _, timeline = await ask(parts, document(salt="another"))
+        assert timeline.cache == "miss"
+        assert preparers.stats().num_done == 2 * num_done
+
+
+async def test_options_choose_pages_and_their_pixels(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        opened, _ = await ask(parts, document(), DocumentOptions(pages="3,1-2,2", max_pixels=10_000, text=False))
+        assert [(page.number, page.text) for page in opened.pages] == [(1, ""), (2, ""), (3, "")]
+        assert all(9_000 < page.width * page.height <= 10_000 for page in opened.pages)
+
+
+async def test_errors_name_the_document(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        for data, options, kind in (
+            (b"%PDF-1.7 nothing", SMALL, InvalidDocument),
+            (b"<html>", SMALL, UnsupportedMediaType),
+            (sample_pdf(TEXTS), DocumentOptions(max_pages=2), TooManyPages),
+        ):
+            with pytest.raises(kind) as raised:
+                await parts.store_items.open_document(MediaRef("image", PARAM, data=data, media_type=PDF_TYPE), options)
+            assert raised.value.param == PARAM
+
+
+async def test_document_sent_as_an_image_is_refused_with_advice_whether_or_not_it_is_cached(arena, preparers, worker):
+    as_image = MediaRef("image", PARAM, data=sample_pdf(TEXTS))
+    async with Parts(arena, preparers, [worker]) as parts:
+        for _ in range(2):
+            with open_scope(), pytest.raises(UnsupportedMediaType, match="send it as a document"):
+                await parts.answer(prompt([as_image]))
+            await ask(parts, document())
+
+
+async def test_page_that_is_not_cached_needs_the_documents_bytes(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        opened = await parts.store_items.open_document(document(), SMALL)
+        for key in (opened.content_hash,):
+            arena.evict(key, "encoded")
+        page, *_ = pages(document(), opened)
+        with open_scope(), pytest.raises(UnknownMediaUuid):
+            await parts.answer(prompt([replace(page, data=None)]))
+        with open_scope():
+            await parts.answer(prompt([page]))
