@@ -79,13 +79,13 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_document_bytes: PositiveInt = field(default=32 * MIB, name="media-max-document-bytes")
     """largest document (PDF), fetched or sent"""
     max_document_pages: PositiveInt = field(default=100, name="media-max-document-pages")
-    """most pages of one document in a request; those that a request chooses of a longer one count"""
+    """most pages of a document, or of those that a request chooses"""
     max_document_text_bytes: PositiveInt = field(default=MIB, name="media-max-document-text-bytes")
-    """most text of the pages of one document in a request"""
+    """most text of the pages of a document"""
     max_page_pixels: PositiveInt = field(default=8_000_000, name="media-max-page-pixels")
-    """most pixels of a page of a document; larger pages are rendered at the resolution at which they have as many"""
+    """most pixels of a page of a document; larger ones are rendered at a lower resolution"""
     document_dpi: PositiveInt = field(default=144, name="media-document-dpi")
-    """resolution of the pages of documents, unless a request chooses another one"""
+    """resolution of the pages of documents, unless a request has one"""
     max_items: PositiveInt = field(default=16, name="media-max-items")
     """most media items of one prompt (besides vLLM's --limit-mm-per-prompt)"""
     max_batch_items: PositiveInt = field(default=256, name="media-max-batch-items")

@@ -27,7 +27,7 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     video_timeout_s: PositiveFloat = field(default=60.0, name="prepare-video-timeout")
     """the same for one video"""
     document_timeout_s: PositiveFloat = field(default=20.0, name="prepare-document-timeout")
-    """longest time to open one document and read the text of its pages, each of which is rendered as one image"""
+    """longest time to open a document and read its text; its pages are images"""
     start_timeout_s: PositiveFloat = field(default=120.0, name="prepare-start-timeout")
     """longest time to load and warm up the model's processor"""
     memory_limit_bytes: NonNegativeInt = field(default=4 * GIB, name="prepare-memory-limit-bytes")

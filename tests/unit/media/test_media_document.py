@@ -225,11 +225,11 @@ def test_page_is_not_rendered_beyond_the_limits_of_images_or_by_another_release(
 
 
 def test_text_is_bounded():
-    data = sample_pdf(["word " * 100] * 3)
-    opened(data, max_document_text_bytes=1500)
+    data = sample_pdf(["a line of text\n" * 40] * 3)
+    opened(data, max_document_text_bytes=1800)
     for options in (DocumentOptions(), DocumentOptions(pages="3")):
-        with pytest.raises(MediaTooLarge, match="text of the document's pages has more than 100 bytes"):
-            opened(data, options, max_document_text_bytes=100)
+        with pytest.raises(MediaTooLarge, match="text of the document's pages has more than 500 bytes"):
+            opened(data, options, max_document_text_bytes=500)
 
 
 ENCRYPTED = pdf_of(
@@ -313,7 +313,7 @@ def test_hostile_document_is_rendered_or_refused_in_bounded_time(data):
         rendered(data, document.pages[0].io)
     except InvalidDocument:
         pass
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 10  # as long as a preparer may take
 
 
 def test_files_are_recognised():
