@@ -227,7 +227,7 @@ def _policies(
 
 def _gateways(rate: float, *, quick: bool) -> harness.Report:
     """Compare several gateways with one."""
-    num_traces, num_turns = (1, 500) if quick else (2, 1500)
+    num_traces, num_turns = (1, 500) if quick else (3, 1500)
     traces = [SESSIONS._replace(rate_per_s=rate, num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
     outcomes_of: dict[Run, list[Outcome]] = {run: [] for run in GATEWAY_RUNS}
     for trace in traces:

@@ -77,18 +77,25 @@ def _question(shape: Shape, number: int) -> Question:
 
 
 async def hold(
-    base_urls: Sequence[str], model: str, asked: list[list[Question]], *, num_tokens: int, pids: Callable[[], list[int]]
+    base_urls: Sequence[str],
+    model: str,
+    asked: list[list[Question]],
+    *,
+    num_tokens: int,
+    pids: Callable[[], list[int]],
+    begun: list[list[object]] | None = None,
 ) -> Held:
     """All users at once, each with a connection of its own to each of the servers, which take turns by request.
 
-    Raises RuntimeError for an unexpected response.
+    `begun` are the messages of each user so far, to which those of these turns are added. Raises RuntimeError for an
+    unexpected response.
     """
     servers = cycle(base_urls)
+    begun = [[] for _ in asked] if begun is None else begun
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         before, started = cpu_seconds(pids()), time.perf_counter()
 
-        async def user(own: list[Question]) -> list[Reply]:
-            messages: list[object] = []
+        async def user(own: list[Question], messages: list[object]) -> list[Reply]:
             replies = []
             for turn, question in enumerate(own):
                 messages.append(question)
@@ -97,7 +104,7 @@ async def hold(
                 messages.append({"role": "assistant", "content": replies[-1].text})
             return replies
 
-        replies = list(await asyncio.gather(*map(user, asked)))
+        replies = list(await asyncio.gather(*map(user, asked, begun)))
         return Held(replies, time.perf_counter() - started, cpu_seconds(pids()) - before)
 
 

@@ -23,6 +23,7 @@ DETAILS = RESULTS / "README.md"
 
 SCALE = REPOSITORY / "docs" / "comparisons" / "scale.md"
 SESSIONS = REPOSITORY / "docs" / "comparisons" / "sessions.md"
+DOCUMENTS = REPOSITORY / "docs" / "guides" / "documents.md"
 README = REPOSITORY / "README.md"
 #: Columns of the result file that docs/comparisons/scale.md leaves out.
 _NOT_IN_SCALE = frozenset({"index blocks", "ttft p99 ms", "CPU s", "cached of oracle", "limit requests/s"})
@@ -49,6 +50,8 @@ miss it. [What is missed](../../docs/comparisons/figures.md#missed).
 `TTFT`: time to the first token. `inter-token`: time between two tokens of a stream. `new` and `repeated`: images that
 the server sees for the first time, or again.
 """
+
+_NOT_MEASURED = "Not measured on a quiet machine yet.\n"
 
 #: Below the heading of a benchmark whose tables are shown.
 _ENCODE_SIM = """\
@@ -212,12 +215,20 @@ def scale() -> str:
 def comparison() -> str:
     """Return docs/comparisons/sessions.md with its tables replaced."""
     if not (RESULTS / "sessions.json").exists():
-        return _with_table(SESSIONS, "Not measured on a quiet machine yet.\n")
+        return _with_table(SESSIONS, _NOT_MEASURED)
     result = _result("sessions")
     return _with_table(
         SESSIONS,
         "\n".join([_measured_on(result), *result.notes["sessions"], "", _tables(result)]),
     )
+
+
+def documents() -> str:
+    """Return docs/guides/documents.md with its table replaced."""
+    if not (RESULTS / "documents.json").exists():
+        return _with_table(DOCUMENTS, _NOT_MEASURED)
+    rows = _result("documents").results["documents"]["a page by dpi"]
+    return _with_table(DOCUMENTS, _table(rows, list(rows[0])))
 
 
 def _result(name: str) -> Result:
@@ -265,6 +276,7 @@ def _headline(wanted: Headline) -> str:
 
 def main() -> int:
     pages = {PAGE: page(), DETAILS: details(), README: readme(), SCALE: scale(), SESSIONS: comparison()}
+    pages |= {DOCUMENTS: documents()}
     if "--check" in sys.argv[1:]:
         return int(any(not path.exists() or path.read_text() != text for path, text in pages.items()))
     for path, text in pages.items():

@@ -27,7 +27,7 @@ BUDGETS = {
     "vllm_bridge": (13000, 58),
     "cluster": (3650, 13),
     "cli": (5100, 22),
-    "tools": (3750, 20),
+    "tools": (3800, 20),
     "client": (350, 3),
     "testing": (2150, 10),
 }

@@ -1,5 +1,6 @@
 """A web server of images on the loopback interface, which counts requests."""
 
+import mimetypes
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -28,7 +29,8 @@ async def picture_server(pictures: Mapping[str, bytes], *, cache_control: str = 
         if name not in pictures:
             raise web.HTTPNotFound
         headers = {"Cache-Control": cache_control} if cache_control else {}
-        return web.Response(body=pictures[name], content_type="image/jpeg", headers=headers)
+        content_type = mimetypes.guess_type(name)[0] or "image/jpeg"
+        return web.Response(body=pictures[name], content_type=content_type, headers=headers)
 
     app = web.Application()
     app.router.add_get("/{name}", get)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from openai_http import chat, photo, picture
 
+from medialane.testing.sample_media import sample_pdf
+
 pytestmark = [pytest.mark.vllm]
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,7 @@ async def bash(script, folder=ROOT):
 def folder(tmp_path, serve):
     """Where the files of the examples are."""
     (tmp_path / "harbour.jpg").write_bytes(PHOTO)
+    (tmp_path / "invoice.pdf").write_bytes(sample_pdf(["The total is 12."], width=298, height=420))
     body = {**chat(picture(830, 320, 240)), "model": serve.model, "mm_payload": "references"}
     (tmp_path / "chat.json").write_text(json.dumps(body))
     return tmp_path
@@ -78,6 +81,11 @@ async def test_examples_of_the_api(serve, folder):
     # Other tests of this server expect that nothing is held.
     deleting = here(f"http://127.0.0.1:8000/medialane/v1/media/{answer['hash']}", serve)
     assert json.loads(await bash(f'curl -X DELETE -H "Authorization: Bearer $KEY" {deleting}'))["deleted"]
+
+
+async def test_example_of_a_document(serve, folder):
+    (example,) = blocks((ROOT / "docs" / "guides" / "documents.md").read_text(), "python")
+    assert await run(sys.executable, "-c", here(example, serve), folder=folder)
 
 
 async def test_examples_of_the_render_endpoints(serve, folder):

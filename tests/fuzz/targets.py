@@ -15,8 +15,8 @@ from PIL import Image
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
 from decoded_media import decode_image
-from medialane.gateway import References
-from medialane.gateway.intake import extract
+from medialane.gateway import GatewayConfig, References
+from medialane.gateway.intake import extract, with_pages
 from medialane.media import (
     MediaConfig,
     decode,
@@ -33,11 +33,10 @@ from medialane.media.http_cache import freshness_of
 from medialane.media.url_guard import UrlGuard
 from medialane.testing.sample_media import pdf_of, sample_pdf
 from medialane.types.errors import MedialaneError
-from medialane.types.media import PDF_TYPE, DocumentOptions, FrameBatch, Modality, Video
+from medialane.types.media import PDF_TYPE, DocumentOptions, DocumentPage, FrameBatch, Modality, OpenedDocument, Video
 from video_clips import clip
 
 #: Small enough that no valid image takes long.
-REFERENCES = References("medialane:")
 CONFIG = MediaConfig(max_image_pixels=500_000, max_image_side=4096)
 _GUARD = UrlGuard(CONFIG)
 
@@ -117,16 +116,37 @@ def _body(url: str, name: str = "image_url") -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": [{"type": name, name: part}]}]}).encode()
 
 
+def _parts(*parts: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+
+
+def _lift(data: bytes) -> None:
+    """Extract the media of a body, and put a page in place of each of its documents."""
+    references = References.random()
+    found = extract(data, CONFIG, references=references)
+    opened = [OpenedDocument("c" * 64, 1, (DocumentPage(1, 8, 8, "a", b"{}"),))] * len(found.documents)
+    if opened:
+        with_pages(found, opened, CONFIG, GatewayConfig(), references=references)
+
+
 _PAYLOAD = base64.b64encode(bytes(range(256)) * 6).decode()
+_PDF = "data:application/pdf;base64," + base64.b64encode(b"%PDF-1.7" + bytes(900)).decode()
 _BODIES = [
     *(_body(f"data:image/png;base64,{_PAYLOAD}", name) for name in ("image_url", "video_url", "audio_url")),
     _body(_PAYLOAD, "input_audio"),
     _body("http://example.com/a").replace(b"/", b"\\/"),
     b'{"input": [{"content": [{"type": "input_image", "image_url": "data:;base64,AAAA"}]}], "cache_salt": "x"}',
+    _body(_PDF),
+    _parts({"type": "file", "file": {"filename": "a", "file_data": _PDF, "pages": "1-2", "dpi": 9, "text": "none"}}),
+    _parts({"type": "input_file", "file_id": f"file-pdf-{'ab' * 32}"}, {"type": "input_file", "file_data": "YQ=="}),
+    _parts({"type": "document", "title": "a", "source": {"type": "base64", "data": _PDF.partition(",")[2]}}),
+    _parts({"type": "document", "source": {"type": "text", "data": "a"}}),
+    _parts({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "a"}]}}),
 ]
 _BODY_TOKENS = [
     b'"', b"\\", b"\\u002b", b"\\ud800", b";base64,", b"data:", b'{"', b"}", b"[" * 50, b"]", b",", b":", b"null",
-    b"1e999", b'"image_url"', b'"messages"', b'"content"', b'"input"', b"medialane:0", b"\xff", b"\xed\xa0\x80",
+    b"1e999", b'"image_url"', b'"messages"', b'"content"', b'"input"', b'"file"', b'"source"', b"medialane:0",
+    b"\xff", b"\xed\xa0\x80",
     b"\0", b"A" * 1100, b"9" * 400,
 ]  # fmt: skip
 
@@ -303,7 +323,7 @@ _AUDIO_TOKENS = [
 
 #: Functions that read only headers or text. Each must return within `HEADER_S` of CPU time.
 HEADER_TARGETS = [
-    Target("lift", lambda data: extract(data, CONFIG, references=REFERENCES), _BODIES, _BODY_TOKENS),
+    Target("lift", _lift, _BODIES, _BODY_TOKENS),
     Target(
         "data_url",
         _data_url,

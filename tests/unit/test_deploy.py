@@ -101,6 +101,8 @@ def test_each_series_of_the_gateway_and_its_host_is_on_a_dashboard(known):
     shown = {name for path in DASHBOARDS for panel in panels(path) for name in _OURS.findall(str(panel["targets"]))}
     elsewhere = {
         "medialane_copied_requests_total",
+        "medialane_document_pages_total",  # pages are items
+        "medialane_documents_total",
         "medialane_embedding_loaded_bytes_total",
         "medialane_headers_predicted",
         "medialane_migration_seconds",

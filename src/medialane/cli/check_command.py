@@ -42,8 +42,9 @@ _EPILOG = """\
 Starts plain vLLM, sends it a matrix of requests, stops it; then the same with `medialane serve` and one worker. The
 matrix fits the model: the endpoints that plain vLLM has for it (chat, transcription, translation, embeddings, scores);
 each modality that it accepts alone, several times and mixed; small, odd, large, long, damaged and too many items; the
-same item again; processor options; streams; several choices. Media are generated, nothing is downloaded but the model.
-Sampling is greedy, so token ids, text, logprobs, usage and status must be equal.
+same item again; documents (PDF), of which plain vLLM is sent each page's text and image; processor options; streams;
+several choices. Media are generated, nothing is downloaded but the model. Sampling is greedy, so token ids, text,
+logprobs, usage and status must be equal.
 
 The table says of each case:
   equal     every token id and every logprob

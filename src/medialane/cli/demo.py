@@ -1,4 +1,5 @@
-"""`medialane demo`: images through a gateway and two workers, each response compared with plain vLLM by token ids."""
+"""`medialane demo`: images and a PDF through a gateway and two workers, each response compared by token ids with plain
+vLLM, which is sent the pages of the PDF as images."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from medialane.observability import STEPS
 from medialane.runtime.stop import stopped_by_signals
 from medialane.testing.sample_media import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.tools.check.case import Part
+from medialane.tools.check.media import as_images, document
 from medialane.tools.check.servers import ServerProcess, plain_vllm, server_process
 from medialane.types.errors import StartupFailed
 
@@ -42,7 +45,7 @@ class DemoRequest:
     """One request: its name in the tables, its message content, whether its response is streamed."""
 
     name: str
-    content: list[dict[str, Any]]
+    content: list[Part]
     stream: bool = False
 
 
@@ -75,10 +78,11 @@ async def compared(
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
     async with _web_server(images) as web_url:
         questions = _requests(images, web_url)
-        console.print("1. plain vLLM answers four requests")
+        console.print("1. plain vLLM answers five requests; it is sent the pages of the PDF as images")
         with console.status("it takes about 40 s to start on a CPU"):
             async with plain(model) as server:
-                expected = await _ask_all(server.base_url, model, questions)
+                for_plain = [replace(question, content=list(as_images(question.content))) for question in questions]
+                expected = await _ask_all(server.base_url, model, for_plain)
         console.print(f"2. medialane answers the same{', and then keeps serving' if keep else ''}")
         async with ours(model) as server:
             answers = await _ask_all(server.base_url, model, questions)
@@ -116,6 +120,7 @@ def _requests(images: Sequence[bytes], web_url: str) -> list[DemoRequest]:
         DemoRequest("text only", [{"type": "text", "text": "Say something about pictures."}]),
         DemoRequest("one image, data URL", [first, ask]),
         DemoRequest("the same by http URL", [first_by_url, ask]),
+        DemoRequest("PDF, two pages", [document(0, 2), {"type": "text", "text": "What is it about?"}]),
         DemoRequest("two images, streaming", [first, {"type": "text", "text": "and"}, second, ask], stream=True),
     ]
 

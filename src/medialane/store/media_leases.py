@@ -82,7 +82,7 @@ class _Record(NamedTuple):
     expires_at: float
 
 
-class _File(NamedTuple):
+class _NamedFile(NamedTuple):
     """What the client has said of a leased file."""
 
     owner: str
@@ -100,7 +100,7 @@ class _Leased(NamedTuple):
     timer: asyncio.TimerHandle
 
 
-_NO_FILE = _File("", "", "")
+_NO_FILE = _NamedFile("", "", "")
 
 
 class MediaLeases:
@@ -133,7 +133,7 @@ class MediaLeases:
         self._records = records
         self._leased: dict[str, _Leased] = {}
         #: Names are too long for the records of the arena's file: they end with this store.
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _NamedFile] = {}
         self._restore()
 
     @property
@@ -166,7 +166,7 @@ class MediaLeases:
         key = bytes.fromhex(self._store.key(content, call.salt))
         leased = self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
         if call.purpose:
-            self._files[media.hash] = _File(call.owner, call.name, call.purpose)
+            self._files[media.hash] = _NamedFile(call.owner, call.name, call.purpose)
         return self._shown(self._leased[leased.hash].record)
 
     def files_of(self, owner: str) -> list[LeasedMedia]:

@@ -45,7 +45,7 @@ class FakeServer:
     async def _answer(self, request):
         asked = await request.json()
         self._num_answers += 1
-        if self._num_answers == 4:
+        if self._num_answers == 5:
             self._done.append(f"{self._name} has answered")
         streams = asked.get("stream")
         text = {"role": "assistant", "content": "x"}

@@ -121,6 +121,16 @@ def test_decision_says_what_is_evicted_beyond_what_another_worker_would():
     assert (slot, decision.parts.eviction) == (1, 0.0)
 
 
+def test_cached_tokens_count_no_more_if_both_workers_got_as_much():
+    router = router_of(100, 100)
+    config = router.config
+    for slot in (0, 1):
+        serve(router, request(slot, 3, prefix=[]), at=slot)
+    saved_ms = 2 * BLOCK * config.prefill_ms_per_token * (1 + config.contention_weight)
+    router.report(0, WorkerLoad(num_running=round(1.25 * saved_ms / config.running_ms)))
+    assert serve(router, request(0, 3, prefix=[]))[0] == 1
+
+
 def test_prefix_longer_than_what_follows_is_copied_once_it_has_evicted_as_much_as_it_costs():
     """The first requests stay with their common prefix, and then the caches are filled alike."""
     router = router_of(500, 500)

@@ -49,6 +49,8 @@ ABOUT_ONE_MODALITY = {
     "cli/serve.py": "the example of a request",
     "tools/check/kinds/speech.py": "speech",
     "gateway/request/app_backend.py": "publishing decoded images",
+    "gateway/http/files_endpoint.py": "files that are images",
+    "gateway/intake/documents.py": "files that are images; pages as parts",
     "gateway/intake/extraction.py": "uploads of speech",
     "gateway/http/files_endpoint.py": "files by which documents and images are named",
     "gateway/intake/documents.py": "documents, whose pages are images",

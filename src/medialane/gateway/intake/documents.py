@@ -118,7 +118,7 @@ class _Options(msgspec.Struct):
         return DocumentOptions(pages, dpi, max_pixels, text == "before", max_pages)
 
 
-class _File(_Options, forbid_unknown_fields=True):
+class _FileObject(_Options, forbid_unknown_fields=True):
     """`format` is sent by clients that also serve other APIs: the bytes decide."""
 
     filename: msgspec.Raw = ABSENT
@@ -127,7 +127,7 @@ class _File(_Options, forbid_unknown_fields=True):
     format: msgspec.Raw = ABSENT
 
 
-class _InputFile(_File, forbid_unknown_fields=True):
+class _InputFile(_FileObject, forbid_unknown_fields=True):
     """`detail` is OpenAI's, for its own rendering."""
 
     type: msgspec.Raw = ABSENT
@@ -145,7 +145,7 @@ class _Source(_Options, forbid_unknown_fields=True):
     file_id: msgspec.Raw = ABSENT
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
+class _DocumentBlock(msgspec.Struct, forbid_unknown_fields=True):
     source: msgspec.Raw
     type: msgspec.Raw = ABSENT
     title: msgspec.Raw = ABSENT
@@ -167,10 +167,10 @@ class _Sent(NamedTuple):
     media_type: str | None = None
 
 
-_FILES = msgspec.json.Decoder(_File)
+_FILES = msgspec.json.Decoder(_FileObject)
 _INPUT_FILES = msgspec.json.Decoder(_InputFile)
 _SOURCES = msgspec.json.Decoder(_Source)
-_DOCUMENTS = msgspec.json.Decoder(_Document)
+_DOCUMENTS = msgspec.json.Decoder(_DocumentBlock)
 
 
 class FilePlace(msgspec.Struct, frozen=True, gc=False):
@@ -207,7 +207,7 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         if self.kind == "document":
             return self._document(part)
         if self.kind == "input_file":
-            given: _File = decode_item(part, _INPUT_FILES, self.param)
+            given: _FileObject = decode_item(part, _INPUT_FILES, self.param)
         else:
             given = decode_item(decode_members(part)["file"], _FILES, self.param)
         url = given.file_url if isinstance(given, _InputFile) else ABSENT

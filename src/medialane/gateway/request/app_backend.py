@@ -151,7 +151,8 @@ class AppBackend:
         return current_scope().resolve(url)
 
     def original_url(self, url: str) -> str:
-        return current_scope().resolve(url).client_url
+        ref = current_scope().resolve(url)
+        return ref.client_url if ref.page is None else ref.param  # each page has all bytes of its document
 
     @while_connected
     async def by_uuid(self, url: str) -> MediaRef:

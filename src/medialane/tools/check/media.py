@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_pixels, sample_video
+from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_pdf, sample_pixels, sample_video
 from medialane.tools.check.case import Answer, CaseRequest, EndpointKind, Limits, Part
 from medialane.types.media import Modality
 
@@ -68,6 +70,57 @@ def input_audio(pitch_hz: int, seconds: float = 1.5) -> Part:
     """Return a tone in OpenAI's form."""
     data = base64.b64encode(sample_audio(pitch_hz, seconds)).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+#: Points of a page, A6, and the resolution at which it is rendered: few tokens for any model.
+_PAGE, _DPI, _POINTS_PER_INCH = (298, 420), 96, 72
+
+
+@cache
+def document(seed: int, num_pages: int, **options: Any) -> Part:
+    """Return a PDF; `options` are medialane's."""
+    pages = [f"Page {number + 1} of document {seed}\nIt has (two) lines." for number in range(num_pages)]
+    data = sample_pdf(pages, width=_PAGE[0], height=_PAGE[1])
+    return {"type": "file", "file": {"file_data": data_url(data, "application/pdf"), "dpi": _DPI, **options}}
+
+
+def without_documents(request: CaseRequest) -> CaseRequest:
+    """Return a request for plain vLLM, which takes no documents: it is sent the text and the image of each page."""
+    messages = (request.body or {}).get("messages", ())
+    if not any(part["type"] == "file" for message in messages for part in _content(message)):
+        return request
+    sent = [{**message, "content": list(as_images(_content(message)))} for message in messages]
+    return replace(request, body={**(request.body or {}), "messages": sent})
+
+
+def _content(message: Mapping[str, Any]) -> list[Part]:
+    content = message["content"]
+    return content if isinstance(content, list) else [text(content)]
+
+
+def as_images(parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield the parts of a message with the texts and images of its documents' pages."""
+    for part in parts:
+        if part["type"] == "file":
+            yield from _pages(part["file"])
+        else:
+            yield part
+
+
+def _pages(file: Mapping[str, Any]) -> Iterator[Part]:
+    """Yield what pypdfium2 itself makes of the pages."""
+    import pypdfium2
+
+    with pypdfium2.PdfDocument(base64.b64decode(file["file_data"].partition(",")[2])) as opened:
+        for number in [int(file["pages"])] if "pages" in file else range(1, len(opened) + 1):
+            page = opened[number - 1]
+            if file.get("text") != "none":
+                with contextlib.closing(page.get_textpage()) as found:
+                    yield text(found.get_text_bounded().replace("\r\n", "\n").strip() + "\n")
+            out = io.BytesIO()
+            page.render(scale=file["dpi"] / _POINTS_PER_INCH, rev_byteorder=True).to_pil().save(out, "PNG")
+            yield image_file(out.getvalue(), "image/png")
+            page.close()
 
 
 def data_url(data: bytes, media_type: str) -> str:

@@ -12,7 +12,7 @@ from medialane import __version__
 from medialane.cluster.placement import installed_version
 from medialane.tools.check.case import Answer, Case, EndpointKind, Limits
 from medialane.tools.check.kinds import KINDS
-from medialane.tools.check.media import learn_limits
+from medialane.tools.check.media import learn_limits, without_documents
 from medialane.tools.check.results import CaseResult, CheckReport, judge, logged_notes, weak_notes
 from medialane.tools.check.servers import (
     OUR_LOG,
@@ -147,7 +147,8 @@ async def _ask_all(
     for kind, case in learned.cases:
         progress.case(len(answers) + 1, len(learned.cases), f"{' and '.join(servers)}: {case.name}")
         request = await asyncio.to_thread(case.make)
-        responses = await asyncio.gather(*(server.post(request) for server in servers.values()))
+        sent = [await asyncio.to_thread(without_documents, request) if side == "plain" else request for side in servers]
+        responses = await asyncio.gather(*map(RevivedServer.post, servers.values(), sent))
         answers[kind.name, case.name] = dict(zip(servers, responses, strict=True))
     return answers
 

@@ -6,12 +6,14 @@ import pytest
 
 from medialane.tools.check import Answer
 from medialane.tools.check.kinds import CHAT
+from medialane.tools.check.media import without_documents
 
 EVERYTHING = {"image": 4, "video": 1, "audio": 2}
 
 
 def num_items(case):
-    parts = [part for message in case.make().body["messages"] for part in message["content"] if isinstance(part, dict)]
+    messages = without_documents(case.make()).body["messages"]
+    parts = [part for message in messages for part in message["content"] if isinstance(part, dict)]
     kinds = [part["type"].removesuffix("_url").removeprefix("input_") for part in parts if part["type"] != "text"]
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
@@ -44,6 +46,22 @@ def test_small_matrix_has_each_modality_repeats_long_audio_and_a_refusal():
 def test_every_pair_of_modalities_is_sent_in_both_orders():
     names = {case.name for case in CHAT.cases(EVERYTHING)}
     assert {f"{a}, then {b}" for a in EVERYTHING for b in EVERYTHING if a != b} <= names
+
+
+def test_plain_vllm_is_sent_the_pages_of_a_document():
+    cases = {
+        case.name: without_documents(case.make()).body["messages"][0]["content"] for case in CHAT.cases(EVERYTHING)
+    }
+    *pages, question = cases["document"]
+    assert [part["type"] for part in pages] == ["text", "image_url"] * 2
+    assert pages[0]["text"] == "Page 1 of document 1\nIt has (two) lines.\n"
+    assert pages[1]["image_url"]["url"].startswith("data:image/png;base64,")
+    assert cases["document without its text"] == [pages[1], pages[3], question]
+    assert [part.get("text") for part in cases["document, one page of two"]] == [
+        "Page 2 of document 3\nIt has (two) lines.\n",
+        None,
+        question["text"],
+    ]
 
 
 def chunk(text, token, **more):

@@ -9,7 +9,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.tools.check import CheckClient, CheckProgress, CheckSetup, run
+from medialane.tools.check import CaseRequest, CheckClient, CheckProgress, CheckSetup, run
+from medialane.tools.check.media import without_documents
 from medialane.tools.check.servers import OUR_LOG, RevivedServer
 from medialane.types.errors import StartupFailed
 
@@ -53,7 +54,7 @@ class FakeServer:
         return web.json_response({"paths": {self._route: {}}})
 
     async def chat(self, request):
-        body = await request.json()
+        body = dict(without_documents(CaseRequest(CHAT, await request.json())).body)
         self.bodies.append(body)
         media = [part for message in body["messages"] for part in message["content"] if isinstance(part, dict)]
         kinds = [part["type"].removesuffix("_url").removeprefix("input_") for part in media]

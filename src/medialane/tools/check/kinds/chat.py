@@ -1,4 +1,4 @@
-"""Chat completions: text, each modality alone and mixed, repeats, sizes, options, streams and refusals.
+"""Chat completions: text, each modality alone and mixed, repeats, sizes, documents, options, streams and refusals.
 
 Each case is about something that preparing media one by one, caching them, or assembling prompts from their sizes can
 get wrong.
@@ -19,6 +19,7 @@ from medialane.tools.check.media import (
     OTHER,
     audio,
     damaged,
+    document,
     image,
     image_in_mode,
     input_audio,
@@ -136,7 +137,7 @@ def _two_turns(one: Callable[[], Part], other: Callable[[], Part]) -> CaseReques
     )
 
 
-def _images(_limit: int) -> Iterator[Case]:
+def _images(limit: int) -> Iterator[Case]:
     sizes = {
         "one pixel": (1, 1),
         "tiny": (11, 7),
@@ -153,6 +154,17 @@ def _images(_limit: int) -> Iterator[Case]:
         )
     for name, mode in {"transparent": "RGBA", "grey": "L", "palette": "P"}.items():
         yield Case(f"image, {name} PNG", partial(_with, partial(image_in_mode, 5, mode)))
+    yield from _documents(min(limit, 2))
+
+
+def _documents(num_pages: int) -> Iterator[Case]:
+    """Plain vLLM is sent their pages (`without_documents`)."""
+    one = partial(document, 1, num_pages)
+    yield Case("document", partial(_with, one), is_essential=True)
+    yield Case("document again, in another prompt", lambda: chat(text("Once more:"), one(), text("Well?")))
+    yield Case("document, streaming", lambda: _streaming(document(2, num_pages), text("And now?")))
+    yield Case("document without its text", partial(_with, partial(document, 1, num_pages, text="none")))
+    yield Case("document, one page of two", partial(_with, partial(document, 3, 2, pages="2")), is_essential=True)
 
 
 def _videos(_limit: int) -> Iterator[Case]:
