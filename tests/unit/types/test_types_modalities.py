@@ -52,8 +52,6 @@ ABOUT_ONE_MODALITY = {
     "gateway/http/files_endpoint.py": "files that are images",
     "gateway/intake/documents.py": "files that are images; pages as parts",
     "gateway/intake/extraction.py": "uploads of speech",
-    "gateway/http/files_endpoint.py": "files by which documents and images are named",
-    "gateway/intake/documents.py": "documents, whose pages are images",
     "gateway/intake/places.py": "vLLM's list of JPEG frames",
     "gateway/intake/sent_features.py": "what one family calls an image",
     "gateway/request/media.py": "the budget of images; whether their pixels are converted",
