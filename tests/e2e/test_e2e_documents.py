@@ -72,7 +72,7 @@ def written(path, answer):
 FORMS = {CHAT: as_chat, "/v1/responses": as_responses, "/v1/messages": as_messages}
 
 
-@pytest.mark.parametrize(("number", "path"), enumerate(FORMS))
+@pytest.mark.parametrize(("number", "path"), list(enumerate(FORMS)))
 async def test_document_is_answered_as_its_pages_and_rendered_once(ours, plain, number, path):
     document, pages = FORMS[path](paper(number))
     right = await plain.succeed(body(path, pages), path)
