@@ -79,7 +79,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_document_bytes: PositiveInt = field(default=32 * MIB, name="media-max-document-bytes")
     """largest document (PDF), fetched or sent"""
     max_document_pages: PositiveInt = field(default=100, name="media-max-document-pages")
-    """most pages of a document, or of those that a request chooses"""
+    """most pages of all documents of one prompt, of those that it chooses"""
     max_document_text_bytes: PositiveInt = field(default=MIB, name="media-max-document-text-bytes")
     """most text of the pages of a document"""
     max_page_pixels: PositiveInt = field(default=8_000_000, name="media-max-page-pixels")
@@ -87,7 +87,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     document_dpi: PositiveInt = field(default=144, name="media-document-dpi")
     """resolution of the pages of documents, unless a request has one"""
     max_items: PositiveInt = field(default=16, name="media-max-items")
-    """most media items of one prompt (besides vLLM's --limit-mm-per-prompt)"""
+    """most media items of one prompt (besides vLLM's --limit-mm-per-prompt), pages of documents not counted"""
     max_batch_items: PositiveInt = field(default=256, name="media-max-batch-items")
     """most media items of one request with several prompts"""
     max_url_chars: PositiveInt = field(default=8192, name="media-max-url-chars")

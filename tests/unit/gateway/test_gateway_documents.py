@@ -382,18 +382,20 @@ async def test_client_that_leaves_while_its_document_is_opened_ends_the_request(
     assert (request.body, request.sent) == (None, [])
 
 
-async def test_pages_count_as_items_of_their_prompt():
-    parts = [{"type": "image_url", "image_url": {"url": "https://a.example/0.png"}}, chat_file(file_data=B64)]
+async def test_pages_of_all_documents_of_a_prompt_are_counted():
+    image = {"type": "image_url", "image_url": {"url": "https://a.example/0.png"}}
+    parts = [image, chat_file(file_data=B64), chat_file(file_data=B64)]
     body = {"messages": [{"role": "user", "content": parts}]}
-    request = await Asked(body, Store(["a"] * 3), max_items=3)()
-    assert request.error[:3] == (400, "too_many_media_items", "messages[0].content[1].file")
-    assert "3 pages" in request.error[3]
-    assert "4 media items, more than 3" in request.error[3]
-    assert (await Asked(body, Store(["a"] * 3), max_items=4)()).body is not None
+    request = await Asked(body, Store(["a"] * 3, ["b"] * 2), max_document_pages=4)()
+    assert request.error[:3] == (400, "too_many_media_items", "messages[0].content[2].file")
+    assert "5 pages, more than 4" in request.error[3]
+    assert (await Asked(body, Store(["a"] * 3, ["b"] * 2), max_items=3, max_document_pages=5)()).body is not None
     batch = {"messages": [body["messages"], body["messages"]]}
-    assert (await Asked(batch, Store(["a"] * 3, ["b"] * 3), max_items=4)()).body is not None
-    request = await Asked(batch, Store(["a"] * 3, ["b"] * 3), max_items=4, max_batch_items=7)()
+    opened = [["a"] * 3, ["b"] * 2] * 2
+    assert (await Asked(batch, Store(*opened), max_document_pages=5)()).body is not None
+    request = await Asked(batch, Store(*opened), max_document_pages=5, max_batch_items=11)()
     assert request.error[:2] == (400, "too_many_media_items")
+    assert "12 media items, more than 11" in request.error[3]
 
 
 async def test_texts_of_pages_count_as_text_of_the_body():

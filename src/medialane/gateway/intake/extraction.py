@@ -242,19 +242,18 @@ def with_pages(
 
 
 def _check_num_pages(found: ExtractedMedia, counts: Sequence[int], config: MediaConfig) -> None:
-    """Raise TooManyMediaItems if the pages of documents, and the other items beside them, are too many."""
+    """Raise TooManyMediaItems if a prompt has too many pages of documents, or the request too many items."""
     of_prompt: Counter[int] = Counter()
-    for prompt, count in zip(found.prompts, counts, strict=True):
-        of_prompt[prompt] += count
     for sent in found.documents:
-        param, pages = found.refs[sent.number].param, counts[sent.number]
-        for number, most in (
-            (of_prompt[found.prompts[sent.number]], config.max_items),
-            (sum(counts), config.max_batch_items),
-        ):
-            if number > most:
-                message = f"with the {pages} pages of this document the request has {number} media items, more than"
-                raise TooManyMediaItems(f"{message} {most}: ask for fewer of its `pages`", param=param)
+        prompt, param = found.prompts[sent.number], found.refs[sent.number].param
+        of_prompt[prompt] += counts[sent.number]
+        if of_prompt[prompt] > config.max_document_pages:
+            message = f"the documents have {of_prompt[prompt]} pages, more than {config.max_document_pages}"
+            raise TooManyMediaItems(f"{message}: ask for fewer of their `pages`", param=param)
+        if sum(counts) > config.max_batch_items:
+            message = f"with all pages of documents the request has {sum(counts)} media items"
+            message = f"{message}, more than {config.max_batch_items}: ask for fewer of their `pages`"
+            raise TooManyMediaItems(message, param=param)
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:
