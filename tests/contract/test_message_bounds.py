@@ -76,7 +76,7 @@ EXPLAINED = {
     "ForkStart.argv": OWN,
     "ForkStart.environ": OWN,
     "ForkStart.pass_fds": OWN,
-    "OpenedDocument.pages": "the gateway compares their number (--media-max-document-pages) and the body with their texts",
+    "OpenedDocument.pages": "the gateway compares their number with --media-max-document-pages, and their texts",
     "Setup.environment": OWN,
     "MediaConfig.allowed_media_domains": OWN,
     "MediaConfig.allowed_media_networks": OWN,
