@@ -1,9 +1,9 @@
 """A PDF in a request, beside plain vLLM that is sent the same pages as PNG, each server with its defaults (`servers`).
 
-The client has rendered and compressed the pages before the time starts, at the resolution that medialane renders; both
-prompts have no text of the pages. The servers alternate. A question about a new paper of ten pages, four more about the
-same one, and eight users at once, each with a paper of their own, who ask five times: each request has the whole
-conversation, as chat clients send it. A figure is the median over the rounds.
+The client has rendered and compressed the pages before the time starts, as large as medialane renders them for this
+model; both prompts have no text of the pages. The servers alternate. A question about a new paper of ten pages, four
+more about the same one, and eight users at once, each with a paper of their own, who ask five times: each request has
+the whole conversation, as chat clients send it. A figure is the median over the rounds.
 
 As operators do, the model is told to use less of a page than it has: each is 256 tokens, so that the prefill on two
 cores, which is the same for both, does not take all the time.
@@ -19,7 +19,9 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -34,8 +36,6 @@ from servers import OURS, PLAIN, Server, both_servers, settle
 ABOUT = "questions about a PDF, beside plain vLLM that is sent its pages as PNG: TTFT, CPU, bytes, requests/s"
 
 NUM_PAGES, NUM_TURNS, NUM_USERS, NUM_TOKENS = 10, 5, 8, 4
-#: The default of --media-document-dpi.
-DPI = 144
 #: Of repeated flags the last one counts. In bfloat16 an answer may depend on what else is in its batches.
 FLAGS = (
     *TINY_MODEL_FLAGS,
@@ -72,14 +72,15 @@ def run(options: Options) -> Report:
 async def _run(options: Options, report: Report) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
     async with both_servers(model, flags=FLAGS, observed=options.observed) as servers:
+        (ours,) = (server for server in servers if server.name == OURS)
+        size = await _page_size(ours, model)
         found = {server.name: Rounds() for server in servers}
-        await _round(servers, model, {server.name: Rounds() for server in servers}, num_users=1)  # not counted
+        await _round(servers, model, size, {server.name: Rounds() for server in servers}, num_users=1)  # not counted
         for turn in range(options.rounds or (1 if options.quick else 5)):
             in_turn = servers if turn % 2 == 0 else servers[::-1]
-            await _round(in_turn, model, found, num_users=2 if options.quick else NUM_USERS)
+            await _round(in_turn, model, size, found, num_users=2 if options.quick else NUM_USERS)
         report.tables["documents"] = [_row(name, rounds) for name, rounds in found.items()]
         report.bars += _bars(found[OURS], found[PLAIN])
-        (ours,) = (server for server in servers if server.name == OURS)
         counted = await _counted(ours, model)
     report.tables["pages"] = [{"request": name, **outcomes} for name, (outcomes, _) in counted.items()]
     for name, (outcomes, expected) in counted.items():
@@ -89,11 +90,13 @@ async def _run(options: Options, report: Report) -> Report:
     return report
 
 
-async def _round(servers: Sequence[Server], model: str, found: dict[str, Rounds], *, num_users: int) -> None:
-    """Ask each idle server the same."""
+async def _round(
+    servers: Sequence[Server], model: str, size: tuple[int, int], found: dict[str, Rounds], *, num_users: int
+) -> None:
+    """Ask each idle server the same. `size` is a page's."""
     alone, users = paper(next(_SEEDS), NUM_PAGES), [paper(next(_SEEDS), NUM_PAGES) for _ in range(num_users)]
     for server in servers:
-        as_sent = _file if server.name == OURS else _images
+        as_sent = _file if server.name == OURS else partial(_images, size=size)
         own, *later = asked = _questions(as_sent(alone))
         all_asked = [_questions(as_sent(document)) for document in users]
         rounds, begun = found[server.name], list[list[object]]([[]])
@@ -115,9 +118,9 @@ def _file(document: bytes) -> list[object]:
     return [{"type": "file", "file": {"file_data": url, "text": "none"}}]
 
 
-def _images(document: bytes) -> list[object]:
+def _images(document: bytes, *, size: tuple[int, int]) -> list[object]:
     """Return the parts of a message for plain vLLM."""
-    encoded = (msgspec.json.encode(image)[1:-1].decode() for image in as_png(document, DPI))
+    encoded = (msgspec.json.encode(image)[1:-1].decode() for image in as_png(document, size))
     return [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}} for image in encoded]
 
 
@@ -211,13 +214,7 @@ async def _counted(server: Server, model: str) -> dict[str, _Counted]:
 
         async def ask(parts: list[object], num_pages: int, salt: str = "") -> dict[str, float]:
             before = await _outcomes(session, server)
-            body = {"model": model, "messages": [_message([*parts, _question(0)])], "max_tokens": 1}
-            body |= {"cache_salt": salt} if salt else {}
-            headers = {"content-type": "application/json"}
-            url = f"{server.base_url}/chat/completions"
-            async with session.post(url, data=msgspec.json.encode(body), headers=headers) as response:
-                if response.status != 200:
-                    raise RuntimeError(f"{response.status}: {(await response.text())[:500]}")
+            await _answer(session, server, model, parts, **({"cache_salt": salt} if salt else {}))
             async with asyncio.timeout(_COUNTED_S):
                 while True:  # a request is counted after its last byte
                     after = await _outcomes(session, server)
@@ -233,6 +230,28 @@ async def _counted(server: Server, model: str) -> dict[str, _Counted]:
             "the same with a salt": (await ask(edition, NUM_PAGES, "one"), NUM_PAGES),
             "with another salt": (await ask(edition, NUM_PAGES, "other"), NUM_PAGES),
         }
+
+
+async def _page_size(server: Server, model: str) -> tuple[int, int]:
+    """Return width and height of a page as medialane renders it for the model."""
+    async with aiohttp.ClientSession() as session:
+        answer = await _answer(session, server, model, _file(paper(next(_SEEDS), 1)), medialane={"report": True})
+    (page,) = answer["medialane"]["items"]
+    return page["width"], page["height"]
+
+
+async def _answer(
+    session: aiohttp.ClientSession, server: Server, model: str, parts: list[object], **options: object
+) -> dict[str, Any]:
+    """Return what is answered to a question about these parts. Raises RuntimeError."""
+    body = {"model": model, "messages": [_message([*parts, _question(0)])], "max_tokens": 1, **options}
+    headers = {"content-type": "application/json"}
+    url = f"{server.base_url}/chat/completions"
+    async with session.post(url, data=msgspec.json.encode(body), headers=headers) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {(await response.text())[:500]}")
+        found: dict[str, Any] = await response.json()
+    return found
 
 
 async def _outcomes(session: aiohttp.ClientSession, server: Server) -> dict[str, float]:
