@@ -197,7 +197,7 @@ class _Base64Object(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ImageSource(msgspec.Struct, forbid_unknown_fields=True):
-    """The source of an Anthropic image: a URL, base64 data, or the id of a file, of which vLLM has none."""
+    """The source of an Anthropic image: a URL, base64 data, or the id of a file, which vLLM does not have."""
 
     type: msgspec.Raw = ABSENT
     url: msgspec.Raw = ABSENT

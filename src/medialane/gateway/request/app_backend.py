@@ -81,9 +81,9 @@ logger = logging.getLogger(__name__)
 _LARGE_PAGE = (4960, 7016)
 
 #: Pixels of a page for each that a model uses of it, unless a request says otherwise. A model with a square input uses
-#: the whole short side, and crops or squeezes the long one: a page may be twice as long as wide. Tiles, of which there
-#: are more for some shapes than for others, have as much room; and a model that only scales a page down gets sharper
-#: letters than of as many as it uses.
+#: the whole short side, and crops or squeezes the long one: a page may be twice as long as wide. Models with tiles use
+#: more of some shapes than of others, but less than twice as many; and one that only scales a page down gets sharper
+#: letters from more pixels than it uses.
 _PIXELS_PER_USED = 2
 
 #: Workers that an error names; the others are in the log.
