@@ -19,6 +19,7 @@ _MARGIN, _COLUMN, _GAP, _LEADING = 50, 237, 21, 11
 _NUM_LINES, _NUM_CHARS = 66, 52
 #: Of the photo, in pixels and points.
 _PHOTO, _SHOWN = (480, 320), (237, 158)
+_POINTS_PER_INCH = 72
 
 
 def paper(seed: int, num_pages: int) -> bytes:
@@ -84,13 +85,9 @@ def _stream(data: bytes, members: str) -> str:
     return f"<<{members}/Length {len(data)}>>\nstream\n{data.decode('latin-1')}\nendstream"
 
 
-def as_png(document: bytes, size: tuple[int, int]) -> list[bytes]:
-    """Return the pages as a client makes them, of the pixels that medialane makes: this width and height."""
-    scale = min(size[0] / WIDTH, size[1] / HEIGHT) * (1 - 1e-9)  # pypdfium2 rounds up
-    bitmaps = [page.render(scale=scale, rev_byteorder=True) for page in pages(document)]
-    if any((bitmap.width, bitmap.height) != size for bitmap in bitmaps):
-        raise ValueError(f"a page of {WIDTH}x{HEIGHT} points cannot be rendered as {size}")
-    return [png(bitmap) for bitmap in bitmaps]
+def as_png(document: bytes, dpi: int) -> list[bytes]:
+    """Return the pages as a client makes them, of the pixels that medialane makes."""
+    return [png(page.render(scale=dpi / _POINTS_PER_INCH, rev_byteorder=True)) for page in pages(document)]
 
 
 def png(bitmap: pypdfium2.PdfBitmap) -> bytes:

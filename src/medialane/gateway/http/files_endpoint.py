@@ -75,8 +75,9 @@ class FilesEndpoint:
             answer = await self._listed(scope, query_fields(scope["query_string"], _QUERY))
         elif scope["method"] == "DELETE":
             await self._ask(scope, name, "end")
-            deleted = {"type": "file_deleted"} if is_anthropic(scope) else {"object": "file", "deleted": True}
-            answer = {"id": name, **deleted}
+            answer = {"id": name, "object": "file", "deleted": True}
+            if is_anthropic(scope):
+                answer = {"id": name, "type": "file_deleted"}
         elif scope["path"].endswith("/content"):
             await self._send_content(scope, name, send)
             return
@@ -117,13 +118,15 @@ class FilesEndpoint:
         found = [media for media in listed if query.get("purpose") in (None, media.purpose)]
         found.sort(key=lambda media: media.created_at, reverse=query.get("order") != "asc")
         names = [file_id(media) for media in found]
-        after = query.get("after") or query.get("after_id") or query.get("page")
+        after = query.get("after") or query.get("after_id") or query.get("page", "")
         first = names.index(after) + 1 if after in names else 0
         page = [_shown(scope, media) for media in found[first : first + int(limit)]]
         has_more = first + len(page) < len(found)
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
-        own = {"next_page": ends["last_id"] if has_more else None} if is_anthropic(scope) else {"object": "list"}
-        return {"data": page, "has_more": has_more, **ends, **own}
+        answer: dict[str, Any] = {"data": page, "has_more": has_more, **ends}
+        if is_anthropic(scope):
+            return answer | {"next_page": ends["last_id"] if has_more else None}
+        return answer | {"object": "list"}
 
     async def _send_content(self, scope: Scope, name: str, send: Send) -> None:
         media = await self._ask(scope, name, "find")
