@@ -8,6 +8,7 @@ import json
 import time
 from base64 import b64encode
 from contextlib import AsyncExitStack
+from datetime import datetime
 
 import pytest
 from gateway_parts import Parts, png
@@ -78,8 +79,8 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": answer})
 
-    async def call(self, method, path, body=b"", *, tenant="search", query="", content_type="application/json"):
-        """Return status and body, parsed if it is JSON."""
+    async def call(self, method, path, body=b"", *, tenant="search", query="", content_type="application/json", api=()):
+        """Return status and body, parsed if it is JSON. `api` are headers of an API's clients."""
         messages, sent = [{"type": "http.request", "body": body, "more_body": False}], []
 
         async def receive():
@@ -88,7 +89,8 @@ class Server:
         async def send(message):
             sent.append(message)
 
-        headers = [(b"authorization", b"Bearer " + KEYS[tenant].encode()), (b"content-type", content_type.encode())]
+        key = b"Bearer " + KEYS[tenant].encode()
+        headers = [(b"authorization", key), (b"content-type", content_type.encode()), *api]
         scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
         await self.app(scope, receive, send)
         data = b"".join(message.get("body", b"") for message in sent)
@@ -97,8 +99,8 @@ class Server:
         except ValueError:
             return sent[0]["status"], data
 
-    async def send(self, data, name="report.pdf", **options):
-        fields = {"purpose": "user_data", **options.pop("fields", {})}
+    async def send(self, data, name="report.pdf", *, fields=None, **options):
+        fields = {"purpose": "user_data"} | (fields or {}) if "api" not in options else fields or {}
         form = b"".join(
             f'--xyz\r\nContent-Disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'.encode()
             for field, value in fields.items()
@@ -176,6 +178,29 @@ async def test_image_is_a_file_as_well(server):
     assert await server.call("GET", f"{FILES}/{file['id']}/content") == (200, png())
 
 
+async def test_clients_of_anthropics_api_get_its_objects(server):
+    api = [(b"anthropic-version", b"2023-06-01")]
+    status, file = await server.send(PDF, fields={"expires_in_seconds": 60}, api=api)
+    assert status == 200, file
+    created_at, expires_at = (datetime.fromisoformat(file.pop(name)) for name in ("created_at", "expires_at"))
+    assert 0 < (expires_at - created_at).total_seconds() <= 61
+    assert file == {
+        "id": file["id"], "type": "file", "filename": "report.pdf", "mime_type": "application/pdf",
+        "size_bytes": len(PDF), "downloadable": True,
+    }  # fmt: skip
+    _, other = await server.send(png(), "a.png", api=api)
+    _, page = await server.call("GET", FILES, query="limit=1&beta=true", api=api)
+    assert page["has_more"]
+    _, rest = await server.call("GET", FILES, query=f"page={page['next_page']}", api=api)
+    assert (rest["has_more"], rest["next_page"]) == (False, None)
+    assert {each["data"][0]["id"] for each in (page, rest)} == {file["id"], other["id"]}
+    path = f"{FILES}/{file['id']}"
+    assert (await server.call("GET", path, api=api))[1]["mime_type"] == "application/pdf"
+    assert await server.call("DELETE", path, api=api) == (200, {"id": file["id"], "type": "file_deleted"})
+    status, error = await server.call("GET", path, api=api)
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "invalid_request_error")
+
+
 async def test_refused_files_name_the_field(server):
     for data, fields, status, param in (
         (PDF, {"purpose": "fine-tune"}, 400, "purpose"),
@@ -183,7 +208,8 @@ async def test_refused_files_name_the_field(server):
         (PDF, {"colour": "red"}, 400, "colour"),
         (PDF, {"expires_after[seconds]": "soon"}, 400, "expires_after"),
         (b"", {}, 400, "file"),
-        (b"some text", {}, 400, None),
+        (b"some text", {}, 415, "file"),
+        (b"PK\3\4 a spreadsheet", {}, 415, "file"),
         (PDF[:60], {}, 400, None),
     ):
         found, error = await server.send(data, fields=fields)

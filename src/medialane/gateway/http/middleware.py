@@ -333,12 +333,11 @@ class IntakeMiddleware:
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:
         with request.timeline.measure("intake"):
             if is_multipart(content_type):
-                most = self._media.max_document_bytes if request.record.path == FILES_PATH else None
                 return extract_files(
                     *(buffer, content_type, self._media, self._config),
                     references=request.references,
                     size=size,
-                    max_file_bytes=most,
+                    are_kept=request.record.path == FILES_PATH,
                 )
             return extract(buffer, self._media, self._config, references=request.references, size=size)
 
