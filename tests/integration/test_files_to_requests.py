@@ -27,7 +27,7 @@ from medialane.gateway.http import error_form, send_error
 from medialane.observability import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.testing.sample_media import sample_pdf
-from medialane.types.errors import MedialaneError
+from medialane.types.errors import ClientDisconnected, MedialaneError
 from medialane.types.feature import MediaPrompt
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -46,7 +46,9 @@ class Server:
         config = GatewayConfig(keys=str(keys_file), **FAST)
         self.gateway = gateway = parts.gateway
         self.intake = Intake(self._route, config, open_document=gateway.open_document)
-        self.files = FilesEndpoint(parts.store.link, self.intake.fairness, admit=gateway.admit, read=gateway.read)
+        self.files = FilesEndpoint(
+            parts.store.link, self.intake.fairness, admit=gateway.admit, read=gateway.read, sending=gateway.sending
+        )
         self.metrics = Metrics(CollectorRegistry())
         access = AccessMiddleware(self.intake, AccessKeys.load(config), lambda scope: scope["path"])
         self.app = ScopeMiddleware(access, self.metrics)
@@ -64,6 +66,8 @@ class Server:
                 names = scope["path"].removeprefix(FILES).strip("/").split("/")
                 params = {"file_id": names[0]} if names[0] else {}
                 await self.files({**scope, "path_params": params}, receive, send)
+        except ClientDisconnected:
+            raise
         except MedialaneError as error:
             current_scope().fail(error)
             await send_error(send, error, error_form(scope))
@@ -79,7 +83,9 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": answer})
 
-    async def call(self, method, path, body=b"", *, tenant="search", query="", content_type="application/json", api=()):
+    async def call(
+        self, method, path, body=b"", *, tenant="search", query="", content_type="application/json", api=(), reads=True
+    ):
         """Return status and body, parsed if it is JSON. `api` are headers of an API's clients."""
         messages, sent = [{"type": "http.request", "body": body, "more_body": False}], []
 
@@ -88,6 +94,8 @@ class Server:
 
         async def send(message):
             sent.append(message)
+            if not reads and message["type"] == "http.response.body":
+                await asyncio.Event().wait()
 
         key = b"Bearer " + KEYS[tenant].encode()
         headers = [(b"authorization", key), (b"content-type", content_type.encode()), *api]
@@ -117,11 +125,21 @@ class Server:
 @pytest.fixture
 async def server(arena, preparers, worker, tmp_path):
     async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(Parts(arena, preparers, [worker], config=GatewayConfig(**FAST)))
+        parts = await stack.enter_async_context(
+            Parts(arena, preparers, [worker], config=GatewayConfig(**FAST, min_body_rate_grace_s=0.5))
+        )
         server = Server(parts, tmp_path / "keys")
         stack.callback(server.close)
         yield server
         parts.store.leases.close()
+
+
+async def test_file_that_nobody_reads_is_released_in_time(server, caplog):
+    _, file = await server.send(PDF)
+    async with asyncio.timeout(5):
+        await server.call("GET", f"{FILES}/{file['id']}/content", reads=False)
+    assert server.metrics.registry.get_sample_value("medialane_request_errors_total", {"code": "request_timeout"}) == 1
+    assert "has not read" in caplog.text
 
 
 async def test_file_is_used_listed_read_and_deleted(server):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -45,7 +46,7 @@ _MAX_NAME_CHARS = 255
 
 class FilesEndpoint:
     """An ASGI app. `admit` limits the requests in flight that have media; `read` returns the bytes of media in the
-    arena, which the request holds."""
+    arena, which the request holds, and `sending` limits the time in which its client reads that many bytes."""
 
     def __init__(
         self,
@@ -54,11 +55,13 @@ class FilesEndpoint:
         *,
         admit: Callable[[RequestScope], None],
         read: Callable[[MediaRef], Awaitable[memoryview]],
+        sending: Callable[[int], AbstractAsyncContextManager[None]],
     ) -> None:
         self._link = link
         self._fairness = fairness
         self._admit = admit
         self._read = read
+        self._sending = sending
 
     @property
     def routes(self) -> dict[str, FilesEndpoint]:
@@ -135,11 +138,12 @@ class FilesEndpoint:
         data = await self._read(current_scope().owned(ref))
         length = (b"content-length", str(len(data)).encode())
         headers = [(b"content-type", media.media_type.encode()), length, NO_STORE]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for start in range(0, len(data), PIECE_BYTES):
-            end = start + PIECE_BYTES
-            piece = {"type": "http.response.body", "body": bytes(data[start:end]), "more_body": end < len(data)}
-            await send(piece)
+        async with self._sending(len(data)):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for start in range(0, len(data), PIECE_BYTES):
+                end = start + PIECE_BYTES
+                piece = {"type": "http.response.body", "body": bytes(data[start:end]), "more_body": end < len(data)}
+                await send(piece)
 
     async def _ask(self, scope: Scope, name: str, action: Literal["find", "end"]) -> LeasedMedia:
         request, media = current_scope(), leased_hash(uploaded(name)[0])

@@ -44,7 +44,7 @@ FileKind = Literal["file", "input_file", "document"]
 
 #: Of a file of `/v1/files`: what it is, and the hash of its lease.
 _FILE_ID = re.compile(r"file-(pdf|image)-([0-9a-f]{64})")
-#: Readers of PDF skip what precedes this, in as many bytes.
+#: White space may precede this; other bytes do in what is declared as PDF only, or a text about PDF would be one.
 _PDF_MAGIC, _PDF_HEAD_BYTES = b"%PDF-", 1024
 #: Of DOCX, XLSX, PPTX and other archives, and of older Office files.
 _OFFICE_MAGIC = (b"PK\3\4", b"\xd0\xcf\x11\xe0")

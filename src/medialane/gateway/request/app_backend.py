@@ -240,7 +240,7 @@ class AppBackend:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError as error:
-            logger.warning("a client has not read %d bytes of tensors in %g s: it is disconnected", num_bytes, limit_s)
+            logger.warning("a client has not read %d bytes in %g s: it is disconnected", num_bytes, limit_s)
             scope.fail(ClientTooSlow("the response was read too slowly"))
             raise ClientDisconnected("the response was read too slowly") from error
 
