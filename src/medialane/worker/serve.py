@@ -64,7 +64,7 @@ async def serve_worker(
 
     Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
-    memory = MemoryUse(lambda: {engine.card.role: [os.getpid()], "engine": group_below()})
+    memory = MemoryUse(lambda: {"encoder" if engine.card.role == "encoder" else "worker": [os.getpid()], "engine": group_below()})
     worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena, memory=memory.read)
     with stopped_by_signals() as stop:
         return await serve_until(

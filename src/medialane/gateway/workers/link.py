@@ -22,7 +22,7 @@ from medialane.types.errors import (
     StartupFailed,
     WorkerLost,
 )
-from medialane.types.request import EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
+from medialane.types.request import ENCODER, EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 
@@ -266,7 +266,7 @@ class WorkerLink:
         self.has_drained = False
         self._client, self._disagreements = client, differing
         client.on_change = self.on_change
-        if self.router is not None and self.role != "encoder" and not client.closed.is_set():
+        if self.router is not None and self.role != ENCODER and not client.closed.is_set():
             client.reports.route(self.router, self.endpoints(), same_host=lambda: self.same_host)
         self.on_change()
         self._failure = None

@@ -46,7 +46,7 @@ def engine_args(
     args.mm_processor_cache_gb = 0
     # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
     args.prefix_caching_hash_algo = HASH_ALGORITHM
-    args.kv_events_config = kv_events if role == "worker" else None
+    args.kv_events_config = kv_events if role != ENCODER else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
     is_single = (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
     if current_platform.is_cpu() and args.distributed_executor_backend is None and is_single:
