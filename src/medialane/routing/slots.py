@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from medialane.routing.config import RoutingConfig
 from medialane.types.feature import MediaSpan
 from medialane.types.kv_blocks import BlockIds
-from medialane.types.request import PREFILL, Endpoint, ModelCard, WorkerLoad
+from medialane.types.request import PREFILL, Endpoint, ModelCard, WorkerLoad, WorkerRole
 
 #: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
 WorkerRank = tuple[str, int]
@@ -100,9 +100,13 @@ class Slot:
         return min(waiting, self.num_sequences - self.num_in_flight) if waiting > 0 else 0
 
     @property
+    def role(self) -> WorkerRole:
+        return "worker" if self.card is None else self.card.role
+
+    @property
     def prefills(self) -> bool:
         """Whether its worker only computes prompts for other ones."""
-        return self.card is not None and self.card.role == PREFILL
+        return self.role == PREFILL
 
     @property
     def kv_group(self) -> str:
@@ -363,8 +367,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     `block_ids` are the ids of its full blocks, in order, by the tokens per block: at least one size, and every one that
     a worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a
     worker on another host. `lora` is the adapter's name with its version, `rank` the data-parallel rank that the client
-    requested (None: any). `excluded` are workers that must not be chosen. With `prefill_for`, a worker is to compute the
-    prompt for another one of that KV group; if it `is_transferred`, another worker computes it for this one.
+    requested (None: any). `excluded` are workers that must not be chosen. With `prefill_for`, a worker is to compute
+    the prompt for another one of that KV group; if it `is_transferred`, another worker computes it for this one.
     """
 
     block_ids: dict[int, BlockIds]
