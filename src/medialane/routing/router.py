@@ -48,8 +48,8 @@ class Split(NamedTuple):
     """The slot that generates; the one that computes the prompt for it, or None and why."""
 
     routed: RoutedRequest
-    prefill: RoutedRequest | None
-    reason: WholeReason
+    prefill: RoutedRequest | None = None
+    reason: WholeReason = ""
 
 
 class Router:

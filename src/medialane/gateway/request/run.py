@@ -15,8 +15,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +25,10 @@ import msgspec
 from medialane.gateway.admission import OldestFirst, Queues, Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.records import AttemptTrace
+from medialane.gateway.records import AttemptTrace, EmbeddingOutcome, PrefillOutcome, PrefillReport
 from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
 from medialane.gateway.request.handover_paths import HandoverPath, Transports, prompt_for
+from medialane.gateway.request.prefill import Prefilled
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_items import StoreItems
@@ -40,6 +42,7 @@ from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
+    InvalidRequest,
     MedialaneError,
     MediaLost,
     NoWorkerReady,
@@ -52,9 +55,12 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.types.kv_blocks import BlockIds
 from medialane.types.media import StageChoice
-from medialane.types.request import Continuable, EngineRequest, OutputDelta
+from medialane.types.request import Continuable, EngineRequest, ExpandedPrompt, KvTransfer, OutputDelta
 
 logger = logging.getLogger(__name__)
+
+#: What a worker did about embeddings, by mm_hash.
+Outcomes = Mapping[str, EmbeddingOutcome]
 
 #: A worker that is lost so soon after a request was sent to it, and has not answered it, may have been ended by it.
 SUSPICIOUS_S = 2.0
@@ -94,6 +100,9 @@ class Call(NamedTuple):
     `lost` are the names of the workers that were lost with it, in order; it may have ended the `suspects` among them;
     `busy` are workers whose engines had no room for it. `ticket` is from the queue before the engines, if there is
     one. `continuable` is None if its answer, once begun, cannot go on.
+
+    `prefill` is the call of another worker that is to compute the prompt before; once that has, `prefilled` is what it
+    has given. If neither is there, the worker computes the prompt itself.
     """
 
     request: EngineRequest
@@ -106,6 +115,8 @@ class Call(NamedTuple):
     suspects: tuple[_Suspect, ...] = ()
     busy: frozenset[str] = frozenset()
     ticket: Ticket | None = None
+    prefill: Call | None = None
+    prefilled: Prefilled | None = None
 
 
 class RequestRunner:
@@ -201,8 +212,8 @@ class RequestRunner:
             self.workers.check_ready()
             num_tokens = len(request.prompt.token_ids)
             ticket = await self._queues.engine(scope, num_tokens, has_media=prepared is not None)
-        route, paths = self._choose(request, prepared, scope, block_ids=block_ids)
-        return Call(request, prepared, scope, route, paths, continuable, ticket=ticket)
+        call = self._choose(request, prepared, scope, continuable, block_ids=block_ids)
+        return call._replace(ticket=ticket)
 
     async def _encoded(
         self,
@@ -280,23 +291,72 @@ class RequestRunner:
         request: EngineRequest,
         prepared: PreparedPrompt | None,
         scope: RequestScope,
+        continuable: Continuable | None,
         *,
         excluded: frozenset[str] = frozenset(),
         block_ids: dict[int, BlockIds] | None = None,
-    ) -> tuple[Route, Sequence[HandoverPath | None]]:
-        """Choose a worker, and the hand-over paths to it in the order of preference. Raises NoWorkerReady."""
+    ) -> Call:
+        """Choose a worker, and the hand-over paths to it in the order of preference; perhaps another one that computes
+        the prompt. Raises NoWorkerReady."""
         self.workers.check_ready()
         with scope.timeline.measure("route") as step:
-            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
+            may_split = _may_split(request, prepared, continuable)
+            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids, may_split=may_split)
             step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
-            return route, self._paths(route.link, prepared)
+            call = Call(request, prepared, scope, route, self._paths(route.link, prepared), continuable)
+            if (prefill := route.prefill) is None:
+                self.note_prefill(scope, route.not_split)
+                return call
+            scope.defer(prefill.routed.release)
+            sent = msgspec.structs.replace(request, kv_transfer=KvTransfer("send"))
+            paths = self._paths(prefill.link, prepared)
+            return call._replace(prefill=Call(sent, prepared, scope, prefill, paths))
+
+    def note_prefill(self, scope: RequestScope, outcome: PrefillOutcome) -> None:
+        """Record whether another worker has computed a prompt, or why not; an empty outcome says nothing."""
+        if outcome:
+            scope.record.prefill = msgspec.structs.replace(
+                scope.record.prefill or PrefillReport(outcome), outcome=outcome
+            )
+            self.metrics.prefills.labels(outcome).inc()
 
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
+        call = self.without_prefill(call)
         call.scope.release(call.route.routed.release)
-        route, paths = self._choose(call.request, call.prepared, call.scope, excluded=excluded)
-        return call._replace(route=route, paths=paths)
+        moved = self._choose(call.request, call.prepared, call.scope, call.continuable, excluded=excluded)
+        return call._replace(route=moved.route, paths=moved.paths, prefill=moved.prefill)
+
+    def without_prefill(self, call: Call) -> Call:
+        """Return the same call, whose worker computes the prompt."""
+        if call.prefill is not None:
+            call.scope.release(call.prefill.route.routed.release)
+        if call.prefilled is not None:
+            call.scope.release(call.prefilled.release)
+        request = msgspec.structs.replace(call.request, kv_transfer=None)
+        return call._replace(request=request, prefill=None, prefilled=None)
+
+    def with_prefilled(self, call: Call, output: OutputDelta, outcomes: Outcomes, sent_at: float) -> Call:
+        """Return the same call, whose worker reads the KV blocks of the prompt, which another one has computed."""
+        prefilled = Prefilled(output, outcomes, sent_at, partial(self._release_blocks, call))
+        call.scope.defer(prefilled.release)
+        request = msgspec.structs.replace(call.request, kv_transfer=prefilled.transfer)
+        return call._replace(request=request, prefill=None, prefilled=prefilled)
+
+    def _release_blocks(self, call: Call, release: KvTransfer) -> None:
+        """Have a worker say that KV blocks will not be read: the one that should, or another that could."""
+        link, client = call.route.link, call.route.client
+        group = "" if client is None else client.welcome.card.kv_group
+        others = (each for each in self.workers.links.values() if each is not link and each.reads_blocks_of(group))
+        self._num_sent += 1
+        request_id = f"release-{call.request.request_id}#{self._gateway_id}-{self._num_sent}"
+        request = EngineRequest(request_id, ExpandedPrompt([]), b"", kv_transfer=release)
+        for each in (*([link] if link.reads_blocks_of(group) else []), *others):
+            with suppress(MedialaneError):
+                each.submit(request)  # its output is of no interest
+                return
+        logger.warning("no worker is ready to release KV blocks: they are kept until their lease ends")
 
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
@@ -430,16 +490,21 @@ class Attempts:
             while not self.has_begun:
                 remote: RemoteRequest | None = None
                 try:
+                    await self._prefill()
                     with self._traced() as trace:
                         remote = await self._send(trace)
+                        prefilled, cumulative = self.call.prefilled, self.call.request.cumulative
                         async for delta in remote:
-                            if not self.has_begun:
+                            is_first = not self.has_begun
+                            if is_first:
                                 self._begin(delta)
                             self._count(delta)
                             if trace is not None:
                                 trace.note_output(delta)
                             if delta.embedded and self.call.prepared is not None:
                                 self.call.prepared.media.note_embedded(delta.embedded)
+                            if prefilled is not None:
+                                delta = prefilled.as_whole(delta, is_about_prompt=is_first or cumulative)
                             yield delta
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
                     call, place = self.call, self.call.route.routed
@@ -458,6 +523,28 @@ class Attempts:
         if call.scope.trace is None:
             return nullcontext()
         return call.scope.trace.attempt(call.request, call.route.link.name, call.paths[0])
+
+    async def _prefill(self) -> None:
+        """Have another worker compute the prompt, if that was chosen. If it does not, for whatever reason, the worker
+        of this call does, unless the prompt itself is refused."""
+        call, prefill = self.call, self.call.prefill
+        if prefill is None:
+            return
+        self._runner.begin(call, is_sent=False)
+        attempt = PrefillAttempt(self._runner, prefill._replace(suspects=call.suspects))
+        try:
+            output = await attempt.output()
+        except MedialaneError as error:
+            if isinstance(error, InvalidRequest) and not isinstance(error, InvalidFeature):
+                raise
+            logger.warning("%s has not computed a prompt: %s", prefill.route.link.name, error.message)
+            self._runner.note_prefill(call.scope, "failed")
+            self.call = self._runner.without_prefill(call)._replace(suspects=attempt.call.suspects)
+        else:
+            self._runner.note_prefill(call.scope, "split")
+            self.call = self._runner.with_prefilled(call, output, attempt.outcomes, attempt.sent_at)
+        finally:
+            call.scope.release(prefill.route.routed.release)
 
     async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
         with self.call.scope.timeline.measure("handover") as step:
@@ -479,16 +566,25 @@ class Attempts:
         if first.times is not None:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
+        if (prefilled := call.prefilled) is not None:
+            prefilled.read()
+            self._runner.routes.received(call.route, first)
         if self._lost is not None:
             self._runner.metrics.migration_seconds.observe(first_at - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
         if call.scope.flow is not None and (first.times is not None or not first.finished):
-            call.scope.flow.answered(first_at - self._sent_at)
-        outcomes = self._runner.routes.answered(call.route, call.prepared, first)
+            call.scope.flow.answered(first_at - (self._sent_at if prefilled is None else prefilled.sent_at))
+        sent_at = self._sent_at
+        if prefilled is None:
+            outcomes = self._runner.routes.answered(call.route, call.prepared, first)
+        else:
+            call.scope.record.transferred(first.num_transferred_tokens)
+            first, outcomes = prefilled.as_whole(first, is_about_prompt=False), prefilled.outcomes
+            sent_at = prefilled.sent_at
         decision = call.route.routed.decision
-        num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
+        num_tokens, times = call.route.num_prompt_tokens(first), (sent_at, first_at)
         call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
         for mover in first.movers:
             self._runner.metrics.copied_requests.labels(mover).inc()
@@ -584,7 +680,55 @@ class Attempts:
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
         self._runner.metrics.handover_fallbacks.labels(str(refused), error.code).inc()
-        return call._replace(paths=sources)
+        return self._runner.without_prefill(call)._replace(paths=sources)
+
+
+class PrefillAttempt(Attempts):
+    """The attempt to have a worker compute a prompt whose answer another one generates. It has one output. What it did
+    about embeddings are `outcomes`."""
+
+    def __init__(self, runner: RequestRunner, call: Call) -> None:
+        super().__init__(runner, call)
+        self.outcomes: Outcomes = {}
+
+    @property
+    def sent_at(self) -> float:
+        return self._sent_at
+
+    async def output(self) -> OutputDelta:
+        """Raises MedialaneError."""
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                return delta
+        raise GenerationFailed("the worker has computed no prompt")
+
+    def _begin(self, first: OutputDelta) -> None:
+        self.has_begun = True
+        call = self.call
+        self.outcomes = self._runner.routes.answered(call.route, call.prepared, first)
+        call.scope.record.prefilled(first, call.route.routed.decision, time.perf_counter() - self._sent_at)
+        for mover in first.movers:
+            self._runner.metrics.copied_requests.labels(mover).inc()
+
+    def _count(self, delta: OutputDelta) -> None:
+        """Its token is not delivered."""
+
+    async def _try_again(self, error: MedialaneError) -> None:
+        """Only by another path: the other worker can compute the prompt at once."""
+        if isinstance(error, WorkerLost):
+            await self._check_innocence(error)
+        path = self.call.paths[1] if len(self.call.paths) > 1 else None
+        if not isinstance(error, HandoverFailed) or path is None or not path.stage.is_processed:
+            raise error
+        await super()._try_again(error)
+
+
+def _may_split(request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None) -> bool:
+    """Return whether another worker may compute the prompt of this request: it must get all of it expanded, and has to
+    keep the blocks until they were read once."""
+    is_expanded = prepared is None or bool(prepared.features)
+    num_choices = 1 if continuable is None or request.generated else continuable.num_choices
+    return is_expanded and num_choices == 1 and not request.is_pooling
 
 
 def _headers(call: Call, trace: AttemptTrace | None) -> dict[str, str] | None:
