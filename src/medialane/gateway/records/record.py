@@ -154,8 +154,9 @@ class Attempt:
         self.movers: tuple[MoverName, ...] = ()
 
 
-#: Whether another worker has computed a prompt: it has (`split`), it has `failed`; or why not (`routing.WholeReason`).
-PrefillOutcome = Literal["split", "failed", WholeReason]
+#: Whether another worker has computed a prompt: it has (`split`), it has `failed`; or why not: it, or the worker of the
+#: answer, would have to process media (`no_path`), or `routing.WholeReason`.
+PrefillOutcome = Literal["split", "failed", "no_path", WholeReason]
 
 
 class PrefillReport(msgspec.Struct, frozen=True, omit_defaults=True):

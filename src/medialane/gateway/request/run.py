@@ -308,28 +308,32 @@ class RequestRunner:
             if (prefill := route.prefill) is None:
                 self.note_prefill(scope, route.not_split)
                 return call
+            paths = self._paths(prefill.link, prepared)
+            if not all(path is None or path.stage.is_processed for path in (paths[0], call.paths[0])):
+                self.note_prefill(scope, "no_path")
+                return call
             scope.defer(prefill.routed.release)
             sent = msgspec.structs.replace(request, kv_transfer=KvTransfer("send"))
-            paths = self._paths(prefill.link, prepared)
             return call._replace(prefill=Call(sent, prepared, scope, prefill, paths))
 
     def note_prefill(self, scope: RequestScope, outcome: PrefillOutcome) -> None:
         """Record whether another worker has computed a prompt, or why not; an empty outcome says nothing."""
         if outcome:
-            scope.record.prefill = msgspec.structs.replace(
-                scope.record.prefill or PrefillReport(outcome), outcome=outcome
-            )
+            if outcome != "split":  # which is recorded with its output
+                scope.record.prefill = PrefillReport(outcome)
             self.metrics.prefills.labels(outcome).inc()
 
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
-        call = self.without_prefill(call)
         call.scope.release(call.route.routed.release)
         moved = self._choose(call.request, call.prepared, call.scope, call.continuable, excluded=excluded)
         return call._replace(route=moved.route, paths=moved.paths, prefill=moved.prefill)
 
     def without_prefill(self, call: Call) -> Call:
-        """Return the same call, whose worker computes the prompt."""
+        """Return the same call, whose worker computes the prompt. KV blocks that another one keeps for it are released:
+        after an attempt it is unknown whether they were read, and they are kept for one reader."""
+        if call.prefill is None and call.prefilled is None:
+            return call
         if call.prefill is not None:
             call.scope.release(call.prefill.route.routed.release)
         if call.prefilled is not None:
@@ -486,6 +490,7 @@ class Attempts:
         """Stream the output. Raises WorkerLost if the worker is lost in the middle of it, and MedialaneError."""
         try:
             if self._lost is not None:
+                self.call = self._runner.without_prefill(self.call)
                 await self._move(self._lost, "continued")
             while not self.has_begun:
                 remote: RemoteRequest | None = None
@@ -493,19 +498,8 @@ class Attempts:
                     await self._prefill()
                     with self._traced() as trace:
                         remote = await self._send(trace)
-                        prefilled, cumulative = self.call.prefilled, self.call.request.cumulative
                         async for delta in remote:
-                            is_first = not self.has_begun
-                            if is_first:
-                                self._begin(delta)
-                            self._count(delta)
-                            if trace is not None:
-                                trace.note_output(delta)
-                            if delta.embedded and self.call.prepared is not None:
-                                self.call.prepared.media.note_embedded(delta.embedded)
-                            if prefilled is not None:
-                                delta = prefilled.as_whole(delta, is_about_prompt=is_first or cumulative)
-                            yield delta
+                            yield self._noted(delta, trace)
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
                     call, place = self.call, self.call.route.routed
                     call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
@@ -530,8 +524,8 @@ class Attempts:
         call, prefill = self.call, self.call.prefill
         if prefill is None:
             return
-        self._runner.begin(call, is_sent=False)
-        attempt = PrefillAttempt(self._runner, prefill._replace(suspects=call.suspects))
+        self._runner.routes.begin(call.route, call.request.request_id, is_sent=False)
+        attempt = PrefillAttempt(self._runner, prefill._replace(suspects=call.suspects, ticket=call.ticket))
         try:
             output = await attempt.output()
         except MedialaneError as error:
@@ -555,6 +549,20 @@ class Attempts:
         self._sent_at = remote.sent_at
         self.call.scope.record.prompt_sent()
         return remote
+
+    def _noted(self, delta: OutputDelta, trace: AttemptTrace | None) -> OutputDelta:
+        """Record an output, and return it as the client gets it."""
+        call, is_first = self.call, not self.has_begun
+        if is_first:
+            self._begin(delta)
+        self._count(delta)
+        if trace is not None:
+            trace.note_output(delta)
+        if delta.embedded and call.prepared is not None:
+            call.prepared.media.note_embedded(delta.embedded)
+        if call.prefilled is None:
+            return delta
+        return call.prefilled.as_whole(delta, is_about_prompt=is_first or call.request.cumulative)
 
     def _begin(self, first: OutputDelta) -> None:
         """Record the first output. The first one of an answer that goes on is about a prompt of ours, which says
@@ -600,6 +608,7 @@ class Attempts:
     async def _try_again(self, error: MedialaneError) -> None:
         """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the
         request's error if nothing is left to try."""
+        self.call = self._runner.without_prefill(self.call)
         match error:
             case WorkerLost():
                 await self._check_innocence(error)
@@ -680,7 +689,7 @@ class Attempts:
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
         self._runner.metrics.handover_fallbacks.labels(str(refused), error.code).inc()
-        return self._runner.without_prefill(call)._replace(paths=sources)
+        return call._replace(paths=sources)
 
 
 class PrefillAttempt(Attempts):
