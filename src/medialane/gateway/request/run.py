@@ -608,8 +608,11 @@ class Attempts:
     async def _try_again(self, error: MedialaneError) -> None:
         """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the
         request's error if nothing is left to try."""
+        had_prefilled = self.call.prefilled is not None
         self.call = self._runner.without_prefill(self.call)
         match error:
+            case HandoverFailed() if had_prefilled:
+                logger.warning("%s did not get a prompt: %s", self.call.route.link.name, error.message)
             case WorkerLost():
                 await self._check_innocence(error)
                 await self._move(error, "repeated")

@@ -16,6 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
+from medialane.vllm_bridge.engine.kv_transfer import transfer_config
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
 from medialane.vllm_bridge.seams import cpu, encoder_cache
 from medialane.vllm_bridge.seams.arguments import parse_vllm_args
@@ -48,6 +49,7 @@ def engine_args(
     args.prefix_caching_hash_algo = HASH_ALGORITHM
     args.kv_events_config = kv_events if role != ENCODER else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
+    args.kv_transfer_config = transfer_config(args.kv_transfer_config, role)
     is_single = (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
     if current_platform.is_cpu() and args.distributed_executor_backend is None and is_single:
         args.distributed_executor_backend = cpu.QUALIFIED_NAME  # a single process runs the model
