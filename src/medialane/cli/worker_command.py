@@ -88,8 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role",
         choices=get_args(WorkerRole),
         default="worker",
-        help="encoder: only encode media, without a language model, and keep the embeddings in this host's store, from"
-        " which workers load them; for gateways and workers of the same host (default worker)",
+        help="prefill: only compute prompts, for the KV caches of workers with the role decode, which generate; by NIXL,"
+        " or vLLM's --kv-transfer-config. encoder: only encode media, without a language model, and keep the embeddings"
+        " in this host's store, from which workers load them; for gateways and workers of the same host (default"
+        " worker: all of it)",
     )
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # set by `medialane serve`, for the title
     add_source(parser)
@@ -114,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     _check_addresses(config, args)
     if args.role == "encoder":
         _check_encoder(config, args)
+    if args.role != "worker" and args.engine == "simulated":
+        raise StartupFailed(f"--role {args.role} is for --engine vllm")
     if args.engine == "simulated":
         return _run_simulated(reloading, args)
     enter_role(config, "worker", args, log.environ())
@@ -216,8 +220,6 @@ def _check_encoder(config: Config, args: argparse.Namespace) -> None:
         raise StartupFailed("--role encoder needs --store unix:/path: embeddings are kept in the arena of that store")
     if config.worker.encode_cache == "off":
         raise StartupFailed("--role encoder needs --encode-cache auto or on: encoders write to that cache")
-    if args.engine == "simulated":
-        raise StartupFailed("--role encoder is for --engine vllm")
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

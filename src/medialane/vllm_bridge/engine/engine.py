@@ -519,7 +519,9 @@ class VllmEngine:
             raise HandoverFailed("the engine could not read the features from the arena")
         if first and request.kv_transfer is not None:  # if it is something else, it fails again
             raise HandoverFailed("the engine has failed a request with KV blocks of another one")
-        if first and isinstance(output, RequestOutput):
+        connector = self.llm.vllm_config.kv_transfer_config
+        may_be_grammar = connector is None or connector.kv_load_failure_policy == "recompute"  # others fail requests
+        if first and may_be_grammar and isinstance(output, RequestOutput):
             check_grammar(output, self._reader.params(request))
 
 

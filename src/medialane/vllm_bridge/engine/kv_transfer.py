@@ -1,10 +1,10 @@
 """KV blocks that engines read from each other, by a connector of vLLM: its configuration, which engines fit together,
 and what a request's parameters are.
 
-With a role, a worker has vLLM's NIXL connector unless `--kv-transfer-config` has chosen another one. The parameters that
-the connector of one engine gives for a prompt are passed to that of another one, through gateways. They contain the
-address of the first, to which the second connects: so a client's own are dropped, and vLLM, which trusts its router, gets
-no others than these, with all fields that its connector reads.
+With a role, a worker has vLLM's NIXL connector unless `--kv-transfer-config` has chosen another one. The parameters
+that the connector of one engine gives for a prompt are passed to that of another one, through gateways. They contain
+the address of the first, to which the second connects: so a client's own are dropped, and vLLM, which trusts its
+router, gets no others than these, with all fields that its connector reads.
 """
 
 from __future__ import annotations
