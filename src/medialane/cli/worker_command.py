@@ -88,10 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role",
         choices=get_args(WorkerRole),
         default="worker",
-        help="prefill: only compute prompts, for the KV caches of workers with the role decode, which generate; by NIXL,"
-        " or vLLM's --kv-transfer-config. encoder: only encode media, without a language model, and keep the embeddings"
-        " in this host's store, from which workers load them; for gateways and workers of the same host (default"
-        " worker: all of it)",
+        help="prefill: only compute prompts, which workers with the role decode read from it and continue; by NIXL, or"
+        " vLLM's --kv-transfer-config. encoder: only encode media, without a language model, and keep the embeddings in"
+        " this host's store, from which workers load them; for gateways and workers of the same host (default worker:"
+        " all of it)",
     )
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # set by `medialane serve`, for the title
     add_source(parser)

@@ -1,0 +1,130 @@
+"""`medialane serve --prefill 1 --decode 1`: answers are plain vLLM's, and each prompt is computed once.
+
+vLLM's ExampleConnector keeps KV blocks in files, by the content of the prompt: a block of another prompt or item would
+change the answer. It cannot be combined with a prefix cache (it counts tokens that are cached there as negative), so
+here each prompt is transferred whole.
+"""
+
+import json
+
+import pytest
+import pytest_asyncio
+from medialane_process import START_S, MedialaneProcess
+from openai_http import OpenAiHttp, assert_same, chat, picture, text, video
+from shared_servers import LOG_FLAGS, STORE_FLAGS
+
+from waiting import eventually
+
+pytestmark = pytest.mark.vllm
+
+ASK = text("What is to be seen, in all of it?")
+SCHEMA = {"type": "object", "properties": {"colour": {"type": "string", "maxLength": 8}}, "required": ["colour"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+BLOCK = 32
+
+BODIES = {
+    "text": chat(text("a long text without media " * 12)),
+    "image": chat(picture(700), ASK),
+    "other image": chat(picture(701), ASK),
+    "two images": chat(picture(702), picture(703, 640, 200), ASK),
+    "two images in the other order": chat(picture(703, 640, 200), picture(702), ASK),
+    "image twice": chat(picture(704), picture(704), ASK),
+    "video": chat(video(705), ASK),
+    "image and video": chat(picture(706), video(707), ASK),
+    "log probabilities": chat(picture(708), ASK, logprobs=True, top_logprobs=3),
+    "of the prompt": chat(picture(709), ASK, prompt_logprobs=1),
+    "seed": chat(picture(710), ASK, temperature=0.8, seed=3),
+    "penalties": chat(picture(711), ASK, presence_penalty=0.6, frequency_penalty=0.4),
+    "stop string": chat(picture(712), ASK, stop=["e"]),
+    "grammar": chat(picture(713), ASK, response_format=FORMAT),
+    "tool": chat(picture(714), ASK, tools=[TOOL], tool_choice="required", max_tokens=40),
+    "salt": chat(picture(715), ASK, cache_salt="salt"),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split(tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory):
+    """A client of the command."""
+    folder = tmp_path_factory.mktemp("prefill")
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "blocks")},
+    }
+    process = MedialaneProcess.spawn(
+        "serve",
+        str(tiny_model),
+        ["--prefill", "1", "--decode", "1", "--prefill-at", "prefill", "--verbose", *LOG_FLAGS, *STORE_FLAGS],
+        [*server_flags, "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(connector)],
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
+        log=folder / "serve.log",
+    )
+    await process.answers()
+    await eventually(lambda: "Ctrl-C stops it" in process.log.read_text(), "all workers are ready", START_S)
+    yield OpenAiHttp(process.base_url, process.model)
+    process.stop()
+
+
+async def outcomes(client):
+    return (await client.metrics()).by("medialane_prefills_total", "outcome")
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_answer_is_plain_vllms_and_its_prompt_was_transferred(split, plain, body):
+    answer = await split.succeed({**body, "medialane": {"report": True}})
+    found = answer.json.pop("medialane")["prefill"]
+    assert found["outcome"] == "split"
+    num_tokens = answer.json["usage"]["prompt_tokens"]
+    assert found["transferred_tokens"] >= num_tokens - 2 * BLOCK, "all but the last blocks"
+    assert_same(answer.json, (await plain.succeed(body)).json)
+
+
+async def test_stream_is_plain_vllms(split, plain):
+    body = chat(picture(720), ASK, stream=True, stream_options={"include_usage": True})
+    answer, right = await split.succeed(body), await plain.succeed(body)
+    assert (answer.ids, answer.content) == (right.ids, right.content)
+    assert answer.events[-1]["usage"]["prompt_tokens"] == right.events[-1]["usage"]["prompt_tokens"]
+    assert (await outcomes(split))["split"] > 0
+
+
+async def test_prompt_is_computed_by_the_worker_that_prefills_alone(split):
+    """vLLM counts at each worker which tokens it has computed, and which it has read."""
+    before = await computed(split)
+    answer = await split.succeed(chat(picture(730), picture(731), ASK))
+    after, num_tokens = await computed(split), answer.json["usage"]["prompt_tokens"]
+    assert after["prefill"] - before["prefill"] == num_tokens
+    assert 0 < after["decode"] - before["decode"] <= 2 * BLOCK
+
+
+async def computed(client):
+    """Prompt tokens that the workers have computed, by role."""
+    page = await client.metrics()
+    roles = {
+        s.labels["worker"]: s.labels["role"] for s in page.samples if s.name == "medialane_worker_role" and s.value
+    }
+    name = "vllm:prompt_tokens_by_source_total"
+    return {role: page.value(name, worker=worker, source="local_compute") for worker, role in roles.items()}
+
+
+async def test_several_choices_are_computed_by_the_worker_of_the_answer(split, plain):
+    body = chat(picture(740), ASK, n=2)
+    before = await outcomes(split)
+    assert_same((await split.succeed(body)).json, (await plain.succeed(body)).json)
+    assert await outcomes(split) == before
+
+
+async def test_completion_of_text_is_plain_vllms(split, plain):
+    body = {"prompt": "once upon a time " * 30, "max_tokens": 8, "temperature": 0, "prompt_logprobs": 1, "logprobs": 2}
+    before = (await outcomes(split)).get("split", 0)
+    ours, right = [await client.succeed(body, "/v1/completions") for client in (split, plain)]
+    assert_same(ours.json, right.json)
+    assert (await outcomes(split))["split"] == before + 1
+
+
+async def test_parameters_of_clients_reach_no_connector(split, plain):
+    """They could name any host."""
+    theirs = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "203.0.113.1", "remote_port": 1}
+    body = chat(picture(750), ASK)
+    answer = await split.succeed({**body, "kv_transfer_params": theirs})
+    assert_same(answer.json, (await plain.succeed(body)).json)
