@@ -100,11 +100,9 @@ async def test_prompt_is_computed_by_the_worker_that_prefills_alone(split):
 async def computed(client):
     """Prompt tokens that the workers have computed, by role."""
     page = await client.metrics()
-    roles = {
-        s.labels["worker"]: s.labels["role"] for s in page.samples if s.name == "medialane_worker_role" and s.value
-    }
+    labels = [s.labels for s in page.samples if s.name == "medialane_worker_role" and s.value]
     name = "vllm:prompt_tokens_by_source_total"
-    return {role: page.value(name, worker=worker, source="local_compute") for worker, role in roles.items()}
+    return {each["role"]: page.value(name, worker=each["worker"], source="local_compute") for each in labels}
 
 
 async def test_several_choices_are_computed_by_the_worker_of_the_answer(split, plain):

@@ -1,0 +1,145 @@
+"""What a worker passes to vLLM's connector for KV blocks, and what of that comes from outside."""
+
+import json
+import os
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from medialane.types.errors import StartupFailed
+from medialane.types.request import KvTransfer
+from medialane.vllm_bridge.engine.kv_transfer import (
+    FOR_CONNECTOR,
+    apply_transfer,
+    choose_port,
+    encode_params,
+    read_params,
+    transfer_config,
+)
+
+NIXL = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device="cpu")
+EXAMPLE = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_buffer_device="cpu")
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "engine",
+    "remote_request_id": "request",
+    "remote_host": "localhost",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_num_tokens": 40,
+    "remote_blocks_expiry_time": None,
+    "transfer_mode": "pull",
+}
+
+
+def applied(transfer, config=NIXL, **params):
+    found = SamplingParams(**params)
+    apply_transfer(found, transfer, config)
+    return found
+
+
+def test_worker_that_prefills_computes_one_token_and_nothing_else():
+    grammar = StructuredOutputsParams(json="{}")
+    found = applied(
+        KvTransfer("send"), max_tokens=50, min_tokens=5, n=2, stop=["x"], logprobs=3, structured_outputs=grammar
+    )
+    assert (found.max_tokens, found.min_tokens, found.n, found.stop) == (1, 0, 1, [])
+    assert (found.logprobs, found.structured_outputs) == (None, None)
+    assert found.extra_args == {FOR_CONNECTOR: {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
+def test_log_probabilities_of_the_prompt_are_computed_by_the_worker_that_prefills():
+    assert applied(KvTransfer("send"), prompt_logprobs=1).prompt_logprobs == 1
+    found = applied(KvTransfer("receive"), prompt_logprobs=1)
+    assert (found.prompt_logprobs, found.skip_reading_prefix_cache) == (None, False)
+
+
+def test_parameters_of_one_connector_reach_the_other():
+    given = encode_params({**PARAMS, "remote_prefill_cached_tokens": 7})
+    found = applied(KvTransfer("receive", given), max_tokens=5, extra_args={"other": 1})
+    assert found.extra_args == {"other": 1, FOR_CONNECTOR: PARAMS}
+    assert found.max_tokens == 5
+
+
+def test_connector_without_parameters_gets_none():
+    assert encode_params(None) == b""
+    assert applied(KvTransfer("receive"), EXAMPLE).extra_args is None
+
+
+@pytest.mark.parametrize(
+    "name", ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "tp_size"]
+)
+def test_missing_parameter_does_not_reach_the_engine(name):
+    """It would end: the connector indexes it."""
+    given = {key: value for key, value in PARAMS.items() if key != name}
+    assert read_params(json.dumps(given).encode(), NIXL) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_port": "5600"},
+        {"remote_port": 0},
+        {"remote_port": 70_000},
+        {"remote_block_ids": [1, 2]},
+        {"remote_block_ids": [[-1]]},
+        {"remote_engine_id": ""},
+        {"remote_engine_id": 5},
+        {"remote_request_id": None},
+        {"tp_size": 0},
+        {"remote_num_tokens": -1},
+        {"do_remote_prefill": "yes"},
+    ],
+    ids=str,
+)
+def test_wrong_parameter_does_not_reach_the_engine(wrong):
+    assert read_params(json.dumps({**PARAMS, **wrong}).encode(), NIXL) is None
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"null", b"\xff", b'"x"'])
+def test_what_are_no_parameters_does_not_reach_the_engine(data):
+    assert read_params(data, NIXL) is None
+    assert read_params(data, EXAMPLE) is None
+
+
+def test_worker_without_a_connector_gets_no_parameters():
+    assert read_params(encode_params(PARAMS), None) is None
+    assert applied(KvTransfer("send"), None).extra_args is None
+
+
+def test_worker_with_a_role_has_nixl_unless_the_user_has_chosen():
+    found = transfer_config(None, "decode")
+    assert (found.kv_connector, found.kv_role, found.kv_load_failure_policy) == (
+        "NixlConnector",
+        "kv_both",
+        "recompute",
+    )
+    assert transfer_config(EXAMPLE, "prefill") is EXAMPLE
+    assert transfer_config(None, "worker") is None
+    assert transfer_config(EXAMPLE, "worker") is EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "role"), [("kv_consumer", "prefill"), ("kv_producer", "decode")], ids=["prefill", "decode"]
+)
+def test_connector_that_cannot_do_the_role_is_refused(kv_role, role):
+    given = KVTransferConfig(kv_connector="ExampleConnector", kv_role=kv_role, kv_buffer_device="cpu")
+    with pytest.raises(StartupFailed, match=f"--role {role} is not possible with the kv_role {kv_role}"):
+        transfer_config(given, role)
+
+
+def test_engines_of_a_host_have_ports_of_their_own(monkeypatch):
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
+    choose_port(AsyncEngineArgs(model="m", kv_transfer_config=EXAMPLE))
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in os.environ
+    choose_port(AsyncEngineArgs(model="m", kv_transfer_config=NIXL))
+    chosen = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    assert 20_000 <= int(chosen) < 30_000
+    choose_port(AsyncEngineArgs(model="m", kv_transfer_config=NIXL))
+    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == chosen, "as the user has set it"
