@@ -116,8 +116,6 @@ def run(args: argparse.Namespace) -> int:
     _check_addresses(config, args)
     if args.role == "encoder":
         _check_encoder(config, args)
-    if args.role != "worker" and args.engine == "simulated":
-        raise StartupFailed(f"--role {args.role} is for --engine vllm")
     if args.engine == "simulated":
         return _run_simulated(reloading, args)
     enter_role(config, "worker", args, log.environ())
@@ -220,6 +218,8 @@ def _check_encoder(config: Config, args: argparse.Namespace) -> None:
         raise StartupFailed("--role encoder needs --store unix:/path: embeddings are kept in the arena of that store")
     if config.worker.encode_cache == "off":
         raise StartupFailed("--role encoder needs --encode-cache auto or on: encoders write to that cache")
+    if args.engine == "simulated":
+        raise StartupFailed("--role encoder is for --engine vllm")
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
@@ -241,6 +241,7 @@ def _run_simulated(reloading: Reloading, args: argparse.Namespace) -> int:
                 config.rpc,
                 model=args.model,
                 listen=args.listen,
+                role=args.role,
                 arena_directory=config.arena.directory,
                 host_arena=host_arena,
                 gateways=config.worker.gateways(),
