@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 #: The sampling parameter that vLLM passes to its connector.
 FOR_CONNECTOR = "kv_transfer_params"
 NIXL = "NixlConnector"
-_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 #: Engines may be asked for their addresses while others start: below the range of ports that the kernel gives away.
 _PORTS = range(20_000, 30_000)
 
@@ -64,7 +64,13 @@ def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTrans
         if importlib.util.find_spec("nixl") is None:
             raise StartupFailed(f"--role {role} needs NIXL (pip install 'medialane[nixl]'), or --kv-transfer-config")
         # A block that could not be read is computed: the engine has descriptors of all items of the prompt.
-        return KVTransferConfig(kv_connector=NIXL, kv_role="kv_both", kv_load_failure_policy="recompute")
+        extra = {"num_threads": 1} if current_platform.is_cpu() else {}
+        return KVTransferConfig(
+            kv_connector=NIXL,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
     if given.kv_connector is None:
         raise StartupFailed(f"--role {role} needs a kv_connector in --kv-transfer-config")
     if not (given.is_kv_producer if role == "prefill" else given.is_kv_consumer):
@@ -89,16 +95,16 @@ def choose_port(args: AsyncEngineArgs) -> None:
     """Choose the ports at which NIXL connectors of this engine's ranks tell others where their memory is, unless the
     user has. Raises StartupFailed if there are none."""
     config = args.kv_transfer_config
-    if config is None or not config.has_connector(NIXL) or _PORT in os.environ:
+    if config is None or not config.has_connector(NIXL) or SIDE_CHANNEL_PORT in os.environ:
         return
     num_ranks = args.data_parallel_size or 1
     start = os.getpid() * 16 % len(_PORTS)  # engines that start at once try different ones
     for number in range(0, len(_PORTS), num_ranks):
         first = _PORTS[(start + number) % (len(_PORTS) - num_ranks)]
         if _are_free(range(first, first + num_ranks)):
-            os.environ[_PORT] = str(first)
+            os.environ[SIDE_CHANNEL_PORT] = str(first)
             return
-    raise StartupFailed(f"no port is free for NIXL: set {_PORT}")
+    raise StartupFailed(f"no port is free for NIXL: set {SIDE_CHANNEL_PORT}")
 
 
 def _are_free(ports: range) -> bool:

@@ -647,6 +647,21 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="NIXL on a CPU",
+        purpose="an engine with a NIXL connector keeps its cores, and does not poll on one of them",
+        module="seams.kv_transfer",
+        processes=("check",),  # a worker without a role must not import NIXL
+        without="two idle engines cost two cores",
+        instead="none",
+        tests=("tests/contract/test_vllm_kv_transfer.py",),
+        is_optional=True,
+        seams=_seams("""
+            replace vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker:NixlBaseConnectorWorker.__init__(self,
+                vllm_config, engine_id, kv_cache_config) in
+                vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker:NixlPullConnectorWorker.__init__
+        """),
+    ),
+    Group(
         name="KV events",
         purpose="the worker decodes the KV events that EngineCore publishes",
         module="engine.kv_events",
