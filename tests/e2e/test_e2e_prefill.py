@@ -39,6 +39,7 @@ BODIES = {
     "stop string": chat(picture(712), ASK, stop=["e"]),
     "grammar": chat(picture(713), ASK, response_format=FORMAT),
     "tool": chat(picture(714), ASK, tools=[TOOL], tool_choice="required", max_tokens=40),
+    "two choices": chat(picture(716), ASK, n=2),
     "salt": chat(picture(715), ASK, cache_salt="salt"),
 }
 
@@ -103,13 +104,6 @@ async def computed(client):
     labels = [s.labels for s in page.samples if s.name == "medialane_worker_role" and s.value]
     name = "vllm:prompt_tokens_by_source_total"
     return {each["role"]: page.value(name, worker=each["worker"], source="local_compute") for each in labels}
-
-
-async def test_several_choices_are_computed_by_the_worker_of_the_answer(split, plain):
-    body = chat(picture(740), ASK, n=2)
-    before = await outcomes(split)
-    assert_same((await split.succeed(body)).json, (await plain.succeed(body)).json)
-    assert await outcomes(split) == before
 
 
 async def test_completion_of_text_is_plain_vllms(split, plain):

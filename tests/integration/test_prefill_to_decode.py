@@ -255,18 +255,6 @@ async def test_client_that_leaves_leaves_no_blocks_behind(host, where):
     await nothing_is_kept(host)
 
 
-async def test_request_with_several_choices_is_not_split(host):
-    """Its blocks are kept for one reader."""
-    await host.start()
-    wanted = request("r", TEXT)
-    several = FakeContinuable(wanted.sampling_params)
-    several.num_choices = 2
-    with open_scope():
-        async for _ in host.parts.gateway.generate(wanted, None, several):
-            pass
-    assert host.p.num_requests == 0
-
-
 async def test_idle_worker_of_the_answer_computes_the_prompt_itself(host):
     await host.start(prefill_at="auto")
     await host.text()

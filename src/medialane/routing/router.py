@@ -246,7 +246,7 @@ class Router:
     def new_items(self, request: RoutingRequest) -> frozenset[str]:
         """Return the hashes of the items that every worker would have to encode: without embedding, in no worker's
         encoder cache, and beyond the longest prefix of the prompt in a KV cache."""
-        candidates = self._slots.candidates(request)
+        candidates = self._slots.open & self._slots.serving(request)  # also the ones that only prefill
         items = [
             item
             for item in encoder_items(request.media)

@@ -75,13 +75,13 @@ class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
     """What a request does with KV blocks of another worker.
 
     `send`: compute the prompt and keep its blocks for another worker; the output has their `params`, and a token that
-    nobody reads. `receive`: read such blocks instead of computing the prompt. `release`: they will not be read; no
-    prompt is computed.
+    nobody reads. `receive`: read such blocks instead of computing the prompt. `fetch`: only read them, for further
+    requests. `release`: they will not be read; no prompt is computed.
 
     `params` are the connector's, JSON that only the bridge reads; empty if it finds blocks by the prompt.
     """
 
-    step: Literal["send", "receive", "release"]
+    step: Literal["send", "receive", "fetch", "release"]
     params: bytes = b""
 
     def __repr__(self) -> str:
@@ -197,7 +197,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def num_own_cached_tokens(self) -> int | None:
         """The tokens that were in the worker's own KV cache; None if it does not report them."""
-        return None if self.num_cached_tokens is None else self.num_cached_tokens - self.num_transferred_tokens
+        return None if self.num_cached_tokens is None else max(0, self.num_cached_tokens - self.num_transferred_tokens)
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:

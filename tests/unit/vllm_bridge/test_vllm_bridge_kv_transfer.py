@@ -67,6 +67,12 @@ def test_parameters_of_one_connector_reach_the_other():
     assert found.max_tokens == 5
 
 
+def test_blocks_for_several_choices_are_read_by_a_request_with_one_token():
+    found = applied(KvTransfer("fetch", encode_params(PARAMS)), n=3, max_tokens=50, prompt_logprobs=1)
+    assert (found.n, found.max_tokens, found.prompt_logprobs) == (1, 1, None)
+    assert found.extra_args == {FOR_CONNECTOR: PARAMS}
+
+
 def test_connector_without_parameters_gets_none():
     assert encode_params(None) == b""
     assert applied(KvTransfer("receive"), EXAMPLE).extra_args is None

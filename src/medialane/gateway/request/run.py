@@ -300,7 +300,8 @@ class RequestRunner:
         the prompt. Raises NoWorkerReady."""
         self.workers.check_ready()
         with scope.timeline.measure("route") as step:
-            may_split = _may_split(request, prepared, continuable)
+            # Another worker must get all of the prompt expanded.
+            may_split = not request.is_pooling and (prepared is None or bool(prepared.features))
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids, may_split=may_split)
             step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
@@ -733,14 +734,6 @@ class PrefillAttempt(Attempts):
         if not isinstance(error, HandoverFailed) or path is None or not path.stage.is_processed:
             raise error
         await super()._try_again(error)
-
-
-def _may_split(request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None) -> bool:
-    """Return whether another worker may compute the prompt of this request: it must get all of it expanded, and has to
-    keep the blocks until they were read once."""
-    is_expanded = prepared is None or bool(prepared.features)
-    num_choices = 1 if continuable is None or request.generated else continuable.num_choices
-    return is_expanded and num_choices == 1 and not request.is_pooling
 
 
 def _headers(call: Call, trace: AttemptTrace | None) -> dict[str, str] | None:

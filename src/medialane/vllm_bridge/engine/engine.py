@@ -322,6 +322,8 @@ class VllmEngine:
                 await self._release_blocks(request.request_id, transfer)
                 yield OutputDelta(request.request_id, [], finished=True)
                 return
+            if transfer is not None and transfer.step == "receive" and self._reader.params(request).n > 1:
+                request = await self._with_fetched_blocks(request, transfer, tensors, embeddings)
             sent = self._reader.embeddings(request, embeddings)
             engine_input = await self._reader.engine_input(request, tensors, embeddings)
             # The decoder's prompt of a model that has an encoder's is known to the gateway.
@@ -347,6 +349,26 @@ class VllmEngine:
         params = read_params(transfer.params, self.llm.vllm_config.kv_transfer_config)
         if params is not None:
             await self.llm.notify_kv_transfer_request_rejected(request_id, params)
+
+    async def _with_fetched_blocks(
+        self,
+        request: EngineRequest,
+        transfer: KvTransfer,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None],
+    ) -> EngineRequest:
+        """Return a request for several choices without parameters of KV blocks: each choice would read the blocks,
+        which are kept for one reader. They are read into the prefix cache before, if there is one."""
+        if transfer.params and self.card.block_size:
+            fetch = msgspec.structs.replace(
+                request, request_id=f"{request.request_id}-kv", kv_transfer=KvTransfer("fetch", transfer.params)
+            )
+            async with aclosing(self.generate(fetch, tensors, embeddings)) as deltas:
+                async for delta in deltas:
+                    self._num_transferred[request.request_id] = delta.num_transferred_tokens
+        elif transfer.params:
+            await self._release_blocks(request.request_id, transfer)
+        return msgspec.structs.replace(request, kv_transfer=KvTransfer("receive"))
 
     def _with_transfer(self, delta: OutputDelta, output: RequestOutput, transfer: KvTransfer) -> OutputDelta:
         """Return the output with what it says about KV blocks of other engines."""

@@ -134,10 +134,11 @@ def kv_group(config: VllmConfig) -> str:
 def apply_transfer(params: SamplingParams, transfer: KvTransfer, config: KVTransferConfig | None) -> None:
     """Change the parameters of a request to what it does of the work."""
     found: dict[str, Any] | None
-    if transfer.step == "send":
+    if transfer.step != "receive":  # one token, which nobody reads
         params.max_tokens, params.min_tokens, params.n = 1, 0, 1
         params.stop, params.logprobs, params.structured_outputs = [], None, None
         params.output_kind = RequestOutputKind.FINAL_ONLY
+    if transfer.step == "send":
         found = {"do_remote_decode": True, "do_remote_prefill": False}
     else:
         # The other one has them; vLLM reads no blocks for a request that wants them.
