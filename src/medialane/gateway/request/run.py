@@ -212,8 +212,8 @@ class RequestRunner:
             self.workers.check_ready()
             num_tokens = len(request.prompt.token_ids)
             ticket = await self._queues.engine(scope, num_tokens, has_media=prepared is not None)
-        call = self._choose(request, prepared, scope, continuable, block_ids=block_ids)
-        return call._replace(ticket=ticket)
+        call = self._choose(request, prepared, scope, block_ids=block_ids)
+        return call._replace(continuable=continuable, ticket=ticket)
 
     async def _encoded(
         self,
@@ -291,7 +291,6 @@ class RequestRunner:
         request: EngineRequest,
         prepared: PreparedPrompt | None,
         scope: RequestScope,
-        continuable: Continuable | None,
         *,
         excluded: frozenset[str] = frozenset(),
         block_ids: dict[int, BlockIds] | None = None,
@@ -305,7 +304,7 @@ class RequestRunner:
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids, may_split=may_split)
             step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
-            call = Call(request, prepared, scope, route, self._paths(route.link, prepared), continuable)
+            call = Call(request, prepared, scope, route, self._paths(route.link, prepared))
             if (prefill := route.prefill) is None:
                 self.note_prefill(scope, route.not_split)
                 return call
@@ -327,7 +326,7 @@ class RequestRunner:
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
         call.scope.release(call.route.routed.release)
-        moved = self._choose(call.request, call.prepared, call.scope, call.continuable, excluded=excluded)
+        moved = self._choose(call.request, call.prepared, call.scope, excluded=excluded)
         return call._replace(route=moved.route, paths=moved.paths, prefill=moved.prefill)
 
     def without_prefill(self, call: Call) -> Call:
