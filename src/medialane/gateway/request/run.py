@@ -7,6 +7,10 @@ it was sent. The scope of the request holds the media meanwhile.
 Once there is output, what the client has had stands (`answer`). Each choice that is not finished goes on as a request
 of its own: its prompt is the first one's, with the same media, and behind it the tokens that were delivered. What needs
 the lost engine's state cannot go on, and ends with WorkerLost.
+
+A prompt may be computed by another worker than the one that generates (`routing`). Then an attempt begins with one of
+its own: the same request is sent to that worker, whose output is what the connector of the other one needs to read its
+KV blocks. If it does not succeed, the worker that generates computes the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.records import AttemptTrace, EmbeddingOutcome, PrefillOutcome, PrefillReport
 from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
 from medialane.gateway.request.handover_paths import HandoverPath, Transports, prompt_for
-from medialane.gateway.request.prefill import Prefilled
+from medialane.gateway.request.prefill import KeptBlocks, Prefilled
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_items import StoreItems
@@ -336,30 +340,22 @@ class RequestRunner:
             return call
         if call.prefill is not None:
             call.scope.release(call.prefill.route.routed.release)
-        if call.prefilled is not None:
-            call.scope.release(call.prefilled.release)
+        if call.prefilled is not None and call.prefilled.blocks is not None:
+            call.scope.release(call.prefilled.blocks.release)
         request = msgspec.structs.replace(call.request, kv_transfer=None)
         return call._replace(request=request, prefill=None, prefilled=None)
 
-    def with_prefilled(self, call: Call, output: OutputDelta, outcomes: Outcomes, sent_at: float) -> Call:
-        """Return the same call, whose worker reads the KV blocks of the prompt, which another one has computed."""
-        prefilled = Prefilled(output, outcomes, sent_at, partial(self._release_blocks, call))
-        call.scope.defer(prefilled.release)
-        request = msgspec.structs.replace(call.request, kv_transfer=prefilled.transfer)
-        return call._replace(request=request, prefill=None, prefilled=prefilled)
-
-    def _release_blocks(self, call: Call, release: KvTransfer) -> None:
-        """Have a worker say that KV blocks will not be read: the one that should, or another that could."""
-        link, client = call.route.link, call.route.client
-        group = "" if client is None else client.welcome.card.kv_group
-        others = (each for each in self.workers.links.values() if each is not link and each.reads_blocks_of(group))
+    def release_blocks(self, kept_at: Route, release: KvTransfer) -> None:
+        """Have a worker that could read KV blocks say that it will not."""
+        group = "" if kept_at.client is None else kept_at.client.welcome.card.kv_group
         self._num_sent += 1
-        request_id = f"release-{call.request.request_id}#{self._gateway_id}-{self._num_sent}"
+        request_id = f"release#{self._gateway_id}-{self._num_sent}"
         request = EngineRequest(request_id, ExpandedPrompt([]), b"", kv_transfer=release)
-        for each in (*([link] if link.reads_blocks_of(group) else []), *others):
-            with suppress(MedialaneError):
-                each.submit(request)  # its output is of no interest
-                return
+        for link in self.workers.links.values():
+            if link.reads_blocks_of(group):
+                with suppress(MedialaneError):
+                    link.submit(request)  # its output is of no interest
+                    return
         logger.warning("no worker is ready to release KV blocks: they are kept until their lease ends")
 
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
@@ -536,7 +532,9 @@ class Attempts:
             self.call = self._runner.without_prefill(call)._replace(suspects=attempt.call.suspects)
         else:
             self._runner.note_prefill(call.scope, "split")
-            self.call = self._runner.with_prefilled(call, output, attempt.outcomes, attempt.sent_at)
+            prefilled = Prefilled(output, attempt.outcomes, attempt.sent_at, attempt.blocks)
+            request = msgspec.structs.replace(call.request, kv_transfer=prefilled.transfer)
+            self.call = call._replace(request=request, prefill=None, prefilled=prefilled)
         finally:
             call.scope.release(prefill.route.routed.release)
 
@@ -575,7 +573,8 @@ class Attempts:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if (prefilled := call.prefilled) is not None:
-            prefilled.read()
+            if prefilled.blocks is not None:
+                prefilled.blocks.read()
             self._runner.routes.received(call.route, first)
         if self._lost is not None:
             self._runner.metrics.migration_seconds.observe(first_at - self._moved_at)
@@ -702,6 +701,7 @@ class PrefillAttempt(Attempts):
     def __init__(self, runner: RequestRunner, call: Call) -> None:
         super().__init__(runner, call)
         self.outcomes: Outcomes = {}
+        self.blocks: KeptBlocks | None = None
 
     @property
     def sent_at(self) -> float:
@@ -713,6 +713,16 @@ class PrefillAttempt(Attempts):
             async for delta in deltas:
                 return delta
         raise GenerationFailed("the worker has computed no prompt")
+
+    async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
+        remote = await super()._send(trace)
+        remote.on_kept = self._own
+        return remote
+
+    def _own(self, params: bytes) -> None:
+        """The scope owns the blocks from now on."""
+        self.blocks = KeptBlocks(params, partial(self._runner.release_blocks, self.call.route))
+        self.call.scope.defer(self.blocks.release)
 
     def _begin(self, first: OutputDelta) -> None:
         self.has_begun = True
