@@ -209,7 +209,7 @@ async def test_blocks_are_released_when_the_worker_of_the_answer_refuses_the_req
     assert await host.text() == expected
 
 
-async def test_lost_worker_of_the_answer_is_replaced_and_its_blocks_are_released(host, expected):
+async def test_lost_worker_of_the_answer_is_replaced(host, expected):
     await host.start(decode=2)
     for worker in host.decode:
         worker.engine.stall()

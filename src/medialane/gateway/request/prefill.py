@@ -1,9 +1,12 @@
-"""A prompt that another worker has computed than the one that generates (`Prefilled`), and its KV blocks (`KeptBlocks`).
+"""A prompt that another worker has computed than the one that generates (`Prefilled`), and its blocks (`KeptBlocks`).
 
-The worker that has computed it keeps the blocks until the other one has read them. Somebody must say so if that does
-not happen, or they are kept for the connector's lease (NIXL: 30 s). So the scope of the request owns them from the
-message on that names them, and releases them unless the other worker has given output. One that had begun to read them
-then tells the first one for the second time, which ignores that.
+The worker that has computed it keeps the KV blocks until the other one has read them. Somebody must say so if that does
+not happen, or they are kept for the connector's lease (NIXL: 30 s). The scope of the request owns them from the message
+on that names them, until the request is sent to the other worker, whose engine then says it, also if it aborts the
+request. If that worker refuses the request, they are the scope's again.
+
+They are not released if it is lost or hangs: it may still be about to read them, and would keep what has replaced them
+in its prefix cache, under the name of this prompt. Its heartbeats extend the lease as long as it lives.
 """
 
 from __future__ import annotations
@@ -19,22 +22,18 @@ from medialane.types.request import KvTransfer, OutputDelta
 
 class KeptBlocks:
     """The blocks that these parameters of a connector name; `send_release` tells a worker that they will not be
-    read."""
+    read. They are `ours` to be released, or a worker's."""
 
     def __init__(self, params: bytes, send_release: Callable[[KvTransfer], None]) -> None:
-        self.params = params
+        self.ours = True
+        self._params = params
         self._send_release = send_release
-        self._is_kept = True
-
-    def read(self) -> None:
-        """The worker that generates has its first token. Idempotent."""
-        self._is_kept = False
 
     def release(self) -> None:
-        """Idempotent; no effect if they were read."""
-        if self._is_kept:
-            self._is_kept = False
-            self._send_release(KvTransfer("release", self.params))
+        """Release them, if they are ours. Idempotent."""
+        if self.ours:
+            self.ours = False
+            self._send_release(KvTransfer("release", self._params))
 
 
 class Prefilled(NamedTuple):

@@ -334,8 +334,8 @@ class RequestRunner:
         return call._replace(route=moved.route, paths=moved.paths, prefill=moved.prefill)
 
     def without_prefill(self, call: Call) -> Call:
-        """Return the same call, whose worker computes the prompt. KV blocks that another one keeps for it are released:
-        after an attempt it is unknown whether they were read, and they are kept for one reader."""
+        """Return the same call, whose worker computes the prompt. KV blocks that another one keeps for it are released,
+        if they are ours: they are for one reader, and it is unknown whether the last attempt was that."""
         if call.prefill is None and call.prefilled is None:
             return call
         if call.prefill is not None:
@@ -542,11 +542,17 @@ class Attempts:
         with self.call.scope.timeline.measure("handover") as step:
             step.detail = trace
             remote = await self._runner.send(self.call, _headers(self.call, trace))
+        self._own_blocks(False)
         self._worker_id = self.call.route.link.worker_id
         self._runner.begin(self.call)
         self._sent_at = remote.sent_at
         self.call.scope.record.prompt_sent()
         return remote
+
+    def _own_blocks(self, ours: bool) -> None:
+        """KV blocks that another worker keeps for this one are ours to be released, or this one's."""
+        if self.call.prefilled is not None and self.call.prefilled.blocks is not None:
+            self.call.prefilled.blocks.ours = ours
 
     def _noted(self, delta: OutputDelta, trace: AttemptTrace | None) -> OutputDelta:
         """Record an output, and return it as the client gets it."""
@@ -573,8 +579,6 @@ class Attempts:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if (prefilled := call.prefilled) is not None:
-            if prefilled.blocks is not None:
-                prefilled.blocks.read()
             self._runner.routes.received(call.route, first)
         if self._lost is not None:
             self._runner.metrics.migration_seconds.observe(first_at - self._moved_at)
@@ -608,6 +612,7 @@ class Attempts:
         """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the
         request's error if nothing is left to try."""
         had_prefilled = self.call.prefilled is not None
+        self._own_blocks(not isinstance(error, WorkerLost))  # the worker has refused them
         self.call = self._runner.without_prefill(self.call)
         match error:
             case HandoverFailed() if had_prefilled:
