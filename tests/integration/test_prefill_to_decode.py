@@ -12,7 +12,7 @@ from gateway_parts import FakeWorker, Parts, png, prompt, request
 from fake_engine import FAKE_CARD, FakeContinuable, KvBlocks
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.routing import RoutingConfig
-from medialane.types.errors import GenerationFailed, PromptRejected, WorkerBusy
+from medialane.types.errors import GenerationFailed, HandoverFailed, PromptRejected, WorkerBusy, WorkerLost
 from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, kv_group="group")
@@ -131,8 +131,9 @@ async def test_cached_tokens_are_those_of_the_worker_that_has_computed_the_promp
     await host.text()
     with open_scope() as scope:
         deltas = [delta async for delta in host.parts.gateway.generate(request("again", TEXT), None)]
-    assert {delta.num_cached_tokens for delta in deltas} == {0 if host.outcomes() == {"split": 2} else 192}
-    assert scope.record.cached_tokens == deltas[0].num_cached_tokens
+    assert host.outcomes() == {"split": 2}
+    assert {delta.num_cached_tokens for delta in deltas} == {192}
+    assert scope.record.cached_tokens == 192
 
 
 async def test_next_turn_is_computed_where_most_of_it_is_cached(host):
@@ -160,10 +161,27 @@ async def test_workers_that_only_prefill_answer_if_there_are_no_others(host, exp
     assert host.p.num_requests == 1
 
 
-@pytest.mark.parametrize("error", [GenerationFailed("no"), WorkerBusy("no room"), None], ids=["failed", "busy", "lost"])
+def refuse(engine, error):
+    """Have the engine refuse requests, but for the release of blocks."""
+    generate = engine.generate
+
+    async def refusing(request, *args):
+        if request.kv_transfer is None or request.kv_transfer.step != "release":
+            raise error
+        async for delta in generate(request, *args):
+            yield delta
+
+    engine.generate = refusing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [GenerationFailed("no"), WorkerBusy("no room"), HandoverFailed("no"), WorkerLost("no")],
+    ids=lambda e: e.code,
+)
 async def test_prompt_that_is_not_computed_elsewhere_is_computed_by_the_worker_of_the_answer(host, error, expected):
     await host.start()
-    host.p.die(error)
+    refuse(host.p, error)
     assert await host.text() == expected
     assert host.outcomes() == {"failed": 1}
     assert host.d.num_computed == len(TEXT)
@@ -172,7 +190,7 @@ async def test_prompt_that_is_not_computed_elsewhere_is_computed_by_the_worker_o
 
 async def test_rejected_prompt_is_rejected_once(host):
     await host.start()
-    host.p.die(PromptRejected("the prompt is wrong"))
+    refuse(host.p, PromptRejected("the prompt is wrong"))
     with pytest.raises(PromptRejected, match="the prompt is wrong"):
         await host.text()
     assert (host.d.num_requests, host.outcomes()) == (0, {})
@@ -197,16 +215,31 @@ async def test_transfer_that_fails_is_computed_again_and_reported(host, expected
     assert (host.record.prefill.outcome, host.record.prefill.transferred_tokens) == ("split", 0)
 
 
-async def test_blocks_are_released_when_the_worker_of_the_answer_refuses_the_request(host, expected):
+async def test_blocks_are_released_when_the_workers_of_the_answer_have_no_room(host, expected):
+    """Then a worker that only prefills does all of it."""
     await host.start(decode=2)
     for worker in host.decode:
-        worker.engine.die(WorkerBusy("no room"))
-    with pytest.raises(WorkerBusy):
-        await host.text()
-    await nothing_is_kept(host)
-    for worker in host.decode:
-        worker.engine.recover()
+        refuse(worker.engine, WorkerBusy("no room"))
     assert await host.text() == expected
+    assert host.blocks.num_sent == 2
+    await nothing_is_kept(host)
+
+
+async def test_blocks_that_cannot_be_read_are_released_and_the_prompt_computed(host, expected):
+    await host.start()
+    generate, refused = host.d.generate, []
+
+    async def refusing(request, *args):
+        if request.kv_transfer is not None and request.kv_transfer.step == "receive":
+            refused.append(request)
+            raise HandoverFailed("the engine has failed a request with KV blocks of another one")
+        async for delta in generate(request, *args):
+            yield delta
+
+    host.d.generate = refusing
+    assert await host.text() == expected
+    assert (len(refused), host.d.num_computed, host.p.num_requests) == (1, len(TEXT), 1)
+    await nothing_is_kept(host)
 
 
 async def test_lost_worker_of_the_answer_is_replaced(host, expected):
