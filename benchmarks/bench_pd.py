@@ -9,7 +9,7 @@ prompts, the others generate. `auto`: a prompt is computed where that delays req
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import harness
 from medialane.routing import RoutingConfig
@@ -20,7 +20,7 @@ from traces import SessionTrace, Turn, session_turns
 
 ABOUT = "simulated workers: prompts computed by workers of their own, and by those that generate"
 
-NUM_GPUS, LOAD, GUESS_PER_S = 4, 0.7, 40.0
+LOAD, GUESS_PER_S = 0.7, 40.0
 #: As many requests of each.
 IMAGES = SessionTrace(
     num_images=50_000, zipf=0.0, images_of_first=(0.0, 0.0, 0.2, 0.8), more_images=0.5, answer=(50, 250)
@@ -32,14 +32,14 @@ MAX_STALL, MIN_THROUGHPUT, MAX_BEHIND = 0.5, 0.9, 1.05
 class Policy(NamedTuple):
     name: str
     roles: Sequence[WorkerRole]
-    prefill_at: str = "prefill"
+    prefill_at: Literal["auto", "prefill", "decode"] = "prefill"
 
 
 def policies() -> list[Policy]:
     return [
-        Policy("both", ["worker"] * NUM_GPUS),
-        Policy("split", ["prefill"] * 2 + ["decode"] * 2),
-        Policy("auto", ["prefill"] * 2 + ["decode"] * 2, "auto"),
+        Policy("both", ("worker", "worker", "worker", "worker")),
+        Policy("split", ("prefill", "prefill", "decode", "decode")),
+        Policy("auto", ("prefill", "prefill", "decode", "decode"), "auto"),
     ]
 
 
@@ -81,10 +81,10 @@ def _row(policy: Policy, num_turns: int, rate_per_s: float) -> dict[str, object]
         encoder_ms_per_token=simulated.embedding_ms,
         prefill_ms_per_token=simulated.prefill_token_ms,
         transfer_ms_per_token=simulated.transfer_token_ms,
-        prefill_at="auto" if policy.prefill_at == "auto" else "prefill",
+        prefill_at=policy.prefill_at,
     )
     turns = turns_of(num_turns, rate_per_s)
-    cluster = SimulatedCluster(NUM_GPUS, config, simulated=simulated, roles=policy.roles)
+    cluster = SimulatedCluster(len(policy.roles), config, simulated=simulated, roles=policy.roles)
     found = cluster.run(turns)
     row: dict[str, object] = {
         "policy": policy.name,

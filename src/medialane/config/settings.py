@@ -162,9 +162,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def roles(self) -> list[WorkerRole]:
         """The role of each worker that this configuration starts, without encoders."""
-        if self.num_decode:
-            return ["prefill"] * self.num_prefill + ["decode"] * self.num_decode
-        return ["worker"] * self.num_workers
+        numbers: dict[WorkerRole, int] = {"prefill": self.num_prefill, "decode": self.num_decode}
+        if not self.num_decode:
+            numbers = {"worker": self.num_workers}
+        return [role for role, number in numbers.items() for _ in range(number)]
 
     def resolved_num_gateways(self, num_cores: int) -> int:
         """Return the number of gateways on a host with this many cores."""
