@@ -119,7 +119,8 @@ class SimulatedCluster:
         self._spread = spread
         self._next_turns: dict[str, Iterator[Turn]] = {}
         self._random = random.Random(seed)
-        cards = [simulated_card(simulated, "m", role) for role in roles or ("worker",) * num_workers]
+        of_workers: Sequence[WorkerRole] = roles or ["worker" for _ in range(num_workers)]
+        cards = [simulated_card(simulated, "m", role) for role in of_workers]
         self.workers = [_Worker(self, number, card) for number, card in enumerate(cards)]
         self.gateways = [_Gateway(self, config, number, seed + number) for number in range(num_gateways)]
 
