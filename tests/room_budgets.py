@@ -26,7 +26,7 @@ BUDGETS = {
     "worker": (2700, 11),
     "vllm_bridge": (13350, 60),
     "cluster": (3650, 13),
-    "cli": (5100, 22),
+    "cli": (5150, 22),
     "tools": (3800, 20),
     "client": (350, 3),
     "testing": (2150, 10),

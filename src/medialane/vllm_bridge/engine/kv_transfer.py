@@ -91,6 +91,17 @@ def check_transfer(config: VllmConfig, role: WorkerRole) -> None:
         raise StartupFailed("--role decode needs --no-enable-prefix-caching: the model has Mamba layers")
 
 
+def transfer_report(config: VllmConfig) -> tuple[str, str]:
+    """Return the connector of workers of this model with the roles prefill and decode, or why there can be none."""
+    try:
+        for role in ("prefill", "decode"):
+            transfer = transfer_config(config.kv_transfer_config, role)
+            check_transfer(config, role)
+    except StartupFailed as error:
+        return "", error.message
+    return str(transfer.kv_connector), ""
+
+
 def choose_port(args: AsyncEngineArgs) -> None:
     """Choose the ports at which NIXL connectors of this engine's ranks tell others where their memory is, unless the
     user has. Raises StartupFailed if there are none."""
