@@ -154,7 +154,7 @@ def model_report(_model, _flags): raise StartupFailed('no such flag')
                 "kept, unless",
             ],
         ),
-        (_TEXT, {"model": "ok", "prefill": "ok"}, ["A: it takes no media", "(--prefill), with Connector"]),
+        (_TEXT, {"model": "ok", "prefill": "ok"}, ["A: it takes no media", "by other workers, if"]),
         (_UNKNOWN, {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
         (_FLAGS, {"model": "fail"}, ["it cannot be loaded (no such flag)"]),
     ],
