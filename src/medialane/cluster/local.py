@@ -36,6 +36,7 @@ from medialane.worker.config import WorkerConfig
 _GATEWAY_STOP_S = 20.0
 #: It has nothing to finish.
 _WARM_STOP_S = 2.0
+_SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _RUN_PREFIX = "medialane-run-"
 #: Of `command`, before the flags: NAME MODEL after the interpreter.
 _NUM_COMMAND_WORDS = len(INTERPRETER) + 2
@@ -242,7 +243,7 @@ def process_specs(
                 ],
                 [*for_engines, *placements[i].vllm_args],
             ),
-            environ={**worker_environ, **placements[i].environ},
+            environ={**worker_environ, **placements[i].environ, **_side_channel(worker_environ, vllm_args, i)},
             ready=SocketExists(path),
             after=_same_gpus(placements, names, i) or after,
             layer=1,
@@ -327,6 +328,14 @@ def engines_of(config: Config) -> Engines:
     cluster = config.cluster
     num_workers = 0 if cluster.ray else len(cluster.roles)
     return Engines(num_workers, cluster.num_encoders, cluster.encoder_gpu_share)
+
+
+def _side_channel(environ: Mapping[str, str], vllm_args: Sequence[str], number: int) -> dict[str, str]:
+    """Return the ports of NIXL connectors of this engine, if the user has chosen the first."""
+    first = environ.get(_SIDE_CHANNEL_PORT, "")
+    if not first.isdecimal():
+        return {}
+    return {_SIDE_CHANNEL_PORT: str(int(first) + number * ranks_per_worker(vllm_args))}
 
 
 def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: int) -> str | None:

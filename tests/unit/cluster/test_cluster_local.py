@@ -173,6 +173,12 @@ def test_workers_that_prefill_and_decode_have_their_roles(tmp_path):
         assert f"blue/{label}=unix:{part.ready.path}" in gateway.argv
 
 
+def test_ports_of_connectors_count_up_from_that_of_the_user(tmp_path):
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
+    _store, *workers, _gateway = make_parts(tmp_path, prefill="1", decode="2", environ=environ, vllm_args=["-dp", "2"])
+    assert [part.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] for part in workers] == ["5600", "5602", "5604"]
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -13,7 +13,7 @@ from medialane.types.request import KvTransfer
 from medialane.vllm_bridge.engine.kv_transfer import (
     FOR_CONNECTOR,
     apply_transfer,
-    choose_port,
+    choose_address,
     encode_params,
     read_params,
     transfer_config,
@@ -140,12 +140,15 @@ def test_connector_that_cannot_do_the_role_is_refused(kv_role, role):
         transfer_config(given, role)
 
 
-def test_engines_of_a_host_have_ports_of_their_own(monkeypatch):
-    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_PORT", raising=False)
-    choose_port(AsyncEngineArgs(model="m", kv_transfer_config=EXAMPLE))
+def test_engines_have_an_address_for_others_and_ports_of_their_own(monkeypatch):
+    for name in ("PORT", "HOST"):  # set, so that what the test sets is removed
+        monkeypatch.setenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", "")
+        monkeypatch.delenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}")
+    choose_address(AsyncEngineArgs(model="m", kv_transfer_config=EXAMPLE), "192.0.2.1")
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in os.environ
-    choose_port(AsyncEngineArgs(model="m", kv_transfer_config=NIXL))
+    choose_address(AsyncEngineArgs(model="m", kv_transfer_config=NIXL), "192.0.2.1")
+    assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "192.0.2.1"
     chosen = os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"]
     assert 20_000 <= int(chosen) < 30_000
-    choose_port(AsyncEngineArgs(model="m", kv_transfer_config=NIXL))
+    choose_address(AsyncEngineArgs(model="m", kv_transfer_config=NIXL))
     assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == chosen, "as the user has set it"

@@ -68,7 +68,13 @@ from medialane.vllm_bridge.engine.engine_request import (
     prompt_token_ids,
 )
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
-from medialane.vllm_bridge.engine.kv_transfer import check_transfer, choose_port, encode_params, kv_group, read_params
+from medialane.vllm_bridge.engine.kv_transfer import (
+    check_transfer,
+    choose_address,
+    encode_params,
+    kv_group,
+    read_params,
+)
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.engine.plugin import PrivateFolder, register, show_vllm_lines
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
@@ -112,13 +118,15 @@ def build_engine(
     max_sampled_frames: int = 768,
     encode_cache: EncodeCache = "auto",
     role: WorkerRole = "worker",
+    host: str = "",
 ) -> VllmEngine:
     """Start vLLM in this process and its children. Blocks for tens of seconds; call it before serving.
 
     `vllm_args` are vLLM's own flags. `release_timeout_s` limits the wait until EngineCore has released an aborted
     request, `max_sampled_frames` the frames of a video that is decoded here. `encode_cache` is whether embeddings are
     kept; `learn_encoder` completes the card then. With the role `encoder` the engine has no language model, with
-    `prefill` or `decode` a connector for KV blocks. Raises StartupFailed. The caller owns the engine and closes it.
+    `prefill` or `decode` a connector for KV blocks; other hosts reach this one as `host`. Raises StartupFailed. The
+    caller owns the engine and closes it.
     """
     folder = PrivateFolder()
     try:
@@ -127,7 +135,7 @@ def build_engine(
         folder.enter()
         events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config, role=role)
-        choose_port(args)
+        choose_address(args, host)
         register()  # vLLM calls it only once in a process, perhaps in one from which this one was forked
         limit_sampled_frames(max_sampled_frames)
         recorder = LoadRecorder()

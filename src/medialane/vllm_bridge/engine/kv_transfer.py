@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 #: The sampling parameter that vLLM passes to its connector.
 FOR_CONNECTOR = "kv_transfer_params"
 NIXL = "NixlConnector"
+_SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 #: Engines may be asked for their addresses while others start: below the range of ports that the kernel gives away.
 _PORTS = range(20_000, 30_000)
@@ -102,11 +103,16 @@ def transfer_report(config: VllmConfig) -> tuple[str, str]:
     return str(transfer.kv_connector), ""
 
 
-def choose_port(args: AsyncEngineArgs) -> None:
-    """Choose the ports at which NIXL connectors of this engine's ranks tell others where their memory is, unless the
-    user has. Raises StartupFailed if there are none."""
+def choose_address(args: AsyncEngineArgs, host: str = "") -> None:
+    """Choose where NIXL connectors of this engine's ranks tell others where their memory is, unless the user has: at
+    `host`, by which other hosts reach this one, if there are any, and at free ports. Raises StartupFailed if there are
+    none."""
     config = args.kv_transfer_config
-    if config is None or not config.has_connector(NIXL) or SIDE_CHANNEL_PORT in os.environ:
+    if config is None or not config.has_connector(NIXL):
+        return
+    if host:
+        os.environ.setdefault(_SIDE_CHANNEL_HOST, host)
+    if SIDE_CHANNEL_PORT in os.environ:
         return
     num_ranks = args.data_parallel_size or 1
     start = os.getpid() * 16 % len(_PORTS)  # engines that start at once try different ones
