@@ -1,8 +1,8 @@
 """`medialane serve --prefill 1 --decode 1`: answers are plain vLLM's, and each prompt is computed once.
 
 vLLM's ExampleConnector keeps KV blocks in files, by the content of the prompt: a block of another prompt or item would
-change the answer. It cannot be combined with a prefix cache (it counts tokens that are cached there as negative), so
-here each prompt is transferred whole.
+change the answer. It cannot be combined with a prefix cache: it counts tokens that are cached there as negative. NIXL
+moves blocks from one process to the other by the parameters that gateways pass on.
 """
 
 import json
@@ -44,20 +44,25 @@ BODIES = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def split(tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory):
-    """A client of the command."""
+def example_connector(folder):
+    extra = {"shared_storage_path": str(folder / "blocks")}
+    config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return ["--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(config)]
+
+
+#: vLLM's flags. Without any, the command chooses NIXL.
+CONNECTORS = {"example": example_connector, "nixl": lambda _folder: []}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=CONNECTORS)
+async def split(request, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory):
+    """A client of the command, with each connector."""
     folder = tmp_path_factory.mktemp("prefill")
-    connector = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder / "blocks")},
-    }
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
         ["--prefill", "1", "--decode", "1", "--prefill-at", "prefill", "--verbose", *LOG_FLAGS, *STORE_FLAGS],
-        [*server_flags, "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(connector)],
+        [*server_flags, *CONNECTORS[request.param](folder)],
         environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
         log=folder / "serve.log",
     )
