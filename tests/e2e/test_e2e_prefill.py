@@ -21,10 +21,11 @@ ASK = text("What is to be seen, in all of it?")
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string", "maxLength": 8}}, "required": ["colour"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
-BLOCK = 32
+#: Tokens of a KV block on a CPU: ExampleConnector transfers whole ones, and not the last of a prompt.
+BLOCK = 128
 
 BODIES = {
-    "text": chat(text("a long text without media " * 12)),
+    "text": chat(text("a long text without media " * 60)),
     "image": chat(picture(700), ASK),
     "other image": chat(picture(701), ASK),
     "two images": chat(picture(702), picture(703, 640, 200), ASK),
@@ -82,7 +83,7 @@ async def test_answer_is_plain_vllms_and_its_prompt_was_transferred(split, plain
     found = answer.json.pop("medialane")["prefill"]
     assert found["outcome"] == "split"
     num_tokens = answer.json["usage"]["prompt_tokens"]
-    assert found["transferred_tokens"] >= num_tokens - 2 * BLOCK, "all but the last blocks"
+    assert found["transferred_tokens"] >= max(1, num_tokens - 2 * BLOCK), "all but the last blocks"
     assert_same(answer.json, (await plain.succeed(body)).json)
 
 
@@ -100,7 +101,7 @@ async def test_prompt_is_computed_by_the_worker_that_prefills_alone(split):
     answer = await split.succeed(chat(picture(730), picture(731), ASK))
     after, num_tokens = await computed(split), answer.json["usage"]["prompt_tokens"]
     assert after["prefill"] - before["prefill"] == num_tokens
-    assert 0 < after["decode"] - before["decode"] <= 2 * BLOCK
+    assert after["decode"] - before["decode"] <= 2 * BLOCK < num_tokens
 
 
 async def computed(client):
@@ -112,7 +113,7 @@ async def computed(client):
 
 
 async def test_completion_of_text_is_plain_vllms(split, plain):
-    body = {"prompt": "once upon a time " * 30, "max_tokens": 8, "temperature": 0, "prompt_logprobs": 1, "logprobs": 2}
+    body = {"prompt": "once upon a time " * 60, "max_tokens": 8, "temperature": 0, "prompt_logprobs": 1, "logprobs": 2}
     before = (await outcomes(split)).get("split", 0)
     ours, right = [await client.succeed(body, "/v1/completions") for client in (split, plain)]
     assert_same(ours.json, right.json)
