@@ -48,7 +48,9 @@ BODIES = {
 def example_connector(folder):
     extra = {"shared_storage_path": str(folder / "blocks")}
     config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    return ["--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(config)]
+    # It saves what the first step has computed as if that were the whole prompt.
+    whole = ["--no-enable-prefix-caching", "--max-num-batched-tokens=8192"]
+    return [*whole, "--kv-transfer-config", json.dumps(config)]
 
 
 #: vLLM's flags. Without any, the command chooses NIXL.
