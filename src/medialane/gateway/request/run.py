@@ -737,8 +737,12 @@ class PrefillAttempt(Attempts):
         for mover in first.movers:
             self._runner.metrics.copied_requests.labels(mover).inc()
 
+    def _noted(self, delta: OutputDelta, trace: AttemptTrace | None) -> OutputDelta:
+        """Its token is not delivered, nor is the reason for its end."""
+        return super()._noted(delta, None)
+
     def _count(self, delta: OutputDelta) -> None:
-        """Its token is not delivered."""
+        """As above."""
 
     async def _try_again(self, error: MedialaneError) -> None:
         """Only by another path: the other worker can compute the prompt at once."""
