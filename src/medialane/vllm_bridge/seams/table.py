@@ -656,9 +656,8 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_kv_transfer.py",),
         is_optional=True,
         seams=_seams("""
-            replace vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker:NixlBaseConnectorWorker.__init__(self,
-                vllm_config, engine_id, kv_cache_config) in
-                vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker:NixlPullConnectorWorker.__init__
+            call vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker:NixlBaseConnectorWorker(vllm_config,
+                engine_id, kv_cache_config)
         """),
     ),
     Group(
