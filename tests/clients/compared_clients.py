@@ -11,8 +11,10 @@ from typing import Any
 
 from openai_http import assert_same
 
-#: Besides what `assert_same` leaves out.
-_VOLATILE = frozenset(("item_id", "call_id", "sequence_number"))
+#: Besides what `assert_same` leaves out. What is cached depends on which of two workers had the last prompts.
+_VOLATILE = frozenset(
+    ("item_id", "call_id", "sequence_number", "noCacheTokens", "cacheReadTokens", "cachedInputTokens", "cached_tokens")
+)
 #: Text or lists that come in pieces, one in an event.
 _PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
 #: Which of several answers, blocks or calls an event is about.

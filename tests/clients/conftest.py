@@ -23,7 +23,7 @@ def pytest_configure(config):
 
 
 def pages_of(pdf: bytes) -> list[tuple[str, bytes]]:
-    """Text and PNG of each page of a document, as medialane gives them to a model."""
+    """Text and PNG of each page of a document, as medialane gives them to a model that uses more pixels."""
     data, config = memoryview(pdf), MediaConfig()
     pages = []
     for page in open_document(data, "", DocumentOptions(), config).pages:

@@ -55,7 +55,7 @@ def test_predicted_cost_never_exceeds_the_actual(predicted, name):
         actual, num_bytes = in_prompt(profile.processor, item), sum(spec.nbytes for spec in item.specs)
         assert cost.num_tokens <= actual
         assert cost.num_bytes in (0, num_bytes)
-        assert bool(cost.num_bytes) == ("bytes" in FAMILIES[name].predicted)
+        assert bool(cost.num_bytes) == bool(cost.num_pixels) == ("bytes" in FAMILIES[name].predicted)
         if FAMILIES[name].has_pixel_limits:
             assert cost.num_tokens == actual
 
@@ -75,6 +75,12 @@ def test_options_that_widen_an_image_are_considered(predicted, options, num_pixe
     cost = predicted("qwen2_5_vl")[1].cost((1600, 1200), canonical_options(options))
     assert cost.num_tokens == pytest.approx(num_pixels / 28**2, rel=0.03)
     assert cost.num_bytes == cost.num_tokens * 28 * 28 * 3 * 2
+    assert cost.num_pixels == cost.num_tokens * 28 * 28
+
+
+@pytest.mark.parametrize(("name", "side"), [("llava", 112), ("gemma3", 112), ("paligemma", 112)])
+def test_pixels_that_a_model_uses_are_those_of_its_input(predicted, name, side):
+    assert predicted(name)[1].cost((4960, 7016), b"{}").num_pixels == side**2
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ async def test_audio_is_measured(ours):
         ("?uuid=", b"x", {}, 400, "invalid_request", "uuid"),
         ("", b"", {}, 400, "empty_media", None),
         ("", b"no media", {}, 400, "invalid_upload", None),
-        ("", b"%PDF-1.7", {}, 415, "unsupported_media_type", None),
+        ("", b"%!PS-Adobe-3.0", {}, 415, "unsupported_media_type", None),
         ("", photo(645)[:20], {"Content-Type": "image/jpeg"}, 400, "invalid_image", None),
         ("", photo(645), {"Content-Type": "video/mp4"}, 415, "unsupported_media_type", None),
         ("", b"x", {"Content-Length": str(1 << 40)}, 413, "body_too_large", None),

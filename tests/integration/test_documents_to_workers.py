@@ -18,7 +18,7 @@ from PIL import Image as PILImage
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
-from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.testing.sample_media import pdf_of, sample_pdf
 from medialane.types.errors import (
     InvalidDocument,
@@ -154,6 +154,30 @@ async def test_options_choose_pages_and_their_pixels(arena, preparers, worker):
         opened, _ = await ask(parts, document(), DocumentOptions(pages="3,1-2,2", max_pixels=10_000, text=False))
         assert [(page.number, page.text) for page in opened.pages] == [(1, ""), (2, ""), (3, "")]
         assert all(9_000 < page.width * page.height <= 10_000 for page in opened.pages)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        (DocumentOptions(), (168, 237)),  # 40,000 pixels of A4
+        (DocumentOptions(dpi=36), (298, 421)),
+        (DocumentOptions(max_pixels=250_000), (420, 594)),
+    ],
+)
+async def test_page_has_twice_the_pixels_that_the_model_uses_unless_the_request_says(
+    arena, preparers, worker, options, size
+):
+    async with Parts(arena, preparers, [worker], assembler=FakeAssembler(used_pixels=20_000)) as parts:
+        with open_scope():
+            opened = await parts.gateway.open_document(document(), options)
+    assert [(page.width, page.height) for page in opened.pages] == [size] * len(TEXTS)
+
+
+async def test_page_has_the_operators_resolution_if_it_is_not_known_what_the_model_uses(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            opened = await parts.gateway.open_document(document(), DocumentOptions(pages="1"))
+    assert [(page.width, page.height) for page in opened.pages] == [(1190, 1684)]
 
 
 async def test_errors_name_the_document(arena, preparers, worker):

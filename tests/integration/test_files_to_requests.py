@@ -8,6 +8,7 @@ import json
 import time
 from base64 import b64encode
 from contextlib import AsyncExitStack
+from datetime import datetime
 
 import pytest
 from gateway_parts import Parts, png
@@ -26,7 +27,7 @@ from medialane.gateway.http import error_form, send_error
 from medialane.observability import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from medialane.testing.sample_media import sample_pdf
-from medialane.types.errors import MedialaneError
+from medialane.types.errors import ClientDisconnected, MedialaneError
 from medialane.types.feature import MediaPrompt
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -45,7 +46,9 @@ class Server:
         config = GatewayConfig(keys=str(keys_file), **FAST)
         self.gateway = gateway = parts.gateway
         self.intake = Intake(self._route, config, open_document=gateway.open_document)
-        self.files = FilesEndpoint(parts.store.link, self.intake.fairness, admit=gateway.admit, read=gateway.read)
+        self.files = FilesEndpoint(
+            parts.store.link, self.intake.fairness, admit=gateway.admit, read=gateway.read, sending=gateway.sending
+        )
         self.metrics = Metrics(CollectorRegistry())
         access = AccessMiddleware(self.intake, AccessKeys.load(config), lambda scope: scope["path"])
         self.app = ScopeMiddleware(access, self.metrics)
@@ -63,6 +66,8 @@ class Server:
                 names = scope["path"].removeprefix(FILES).strip("/").split("/")
                 params = {"file_id": names[0]} if names[0] else {}
                 await self.files({**scope, "path_params": params}, receive, send)
+        except ClientDisconnected:
+            raise
         except MedialaneError as error:
             current_scope().fail(error)
             await send_error(send, error, error_form(scope))
@@ -78,8 +83,10 @@ class Server:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": answer})
 
-    async def call(self, method, path, body=b"", *, tenant="search", query="", content_type="application/json"):
-        """Return status and body, parsed if it is JSON."""
+    async def call(
+        self, method, path, body=b"", *, tenant="search", query="", content_type="application/json", api=(), reads=True
+    ):
+        """Return status and body, parsed if it is JSON. `api` are headers of an API's clients."""
         messages, sent = [{"type": "http.request", "body": body, "more_body": False}], []
 
         async def receive():
@@ -87,8 +94,11 @@ class Server:
 
         async def send(message):
             sent.append(message)
+            if not reads and message["type"] == "http.response.body":
+                await asyncio.Event().wait()
 
-        headers = [(b"authorization", b"Bearer " + KEYS[tenant].encode()), (b"content-type", content_type.encode())]
+        key = b"Bearer " + KEYS[tenant].encode()
+        headers = [(b"authorization", key), (b"content-type", content_type.encode()), *api]
         scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
         await self.app(scope, receive, send)
         data = b"".join(message.get("body", b"") for message in sent)
@@ -97,8 +107,8 @@ class Server:
         except ValueError:
             return sent[0]["status"], data
 
-    async def send(self, data, name="report.pdf", **options):
-        fields = {"purpose": "user_data", **options.pop("fields", {})}
+    async def send(self, data, name="report.pdf", *, fields=None, **options):
+        fields = {"purpose": "user_data"} | (fields or {}) if "api" not in options else fields or {}
         form = b"".join(
             f'--xyz\r\nContent-Disposition: form-data; name="{field}"\r\n\r\n{value}\r\n'.encode()
             for field, value in fields.items()
@@ -115,11 +125,21 @@ class Server:
 @pytest.fixture
 async def server(arena, preparers, worker, tmp_path):
     async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(Parts(arena, preparers, [worker], config=GatewayConfig(**FAST)))
+        parts = await stack.enter_async_context(
+            Parts(arena, preparers, [worker], config=GatewayConfig(**FAST, min_body_rate_grace_s=0.5))
+        )
         server = Server(parts, tmp_path / "keys")
         stack.callback(server.close)
         yield server
         parts.store.leases.close()
+
+
+async def test_file_that_nobody_reads_is_released_in_time(server, caplog):
+    _, file = await server.send(PDF)
+    async with asyncio.timeout(5):
+        await server.call("GET", f"{FILES}/{file['id']}/content", reads=False)
+    assert server.metrics.registry.get_sample_value("medialane_request_errors_total", {"code": "request_timeout"}) == 1
+    assert "has not read" in caplog.text
 
 
 async def test_file_is_used_listed_read_and_deleted(server):
@@ -176,6 +196,29 @@ async def test_image_is_a_file_as_well(server):
     assert await server.call("GET", f"{FILES}/{file['id']}/content") == (200, png())
 
 
+async def test_clients_of_anthropics_api_get_its_objects(server):
+    api = [(b"anthropic-version", b"2023-06-01")]
+    status, file = await server.send(PDF, fields={"expires_in_seconds": 60}, api=api)
+    assert status == 200, file
+    created_at, expires_at = (datetime.fromisoformat(file.pop(name)) for name in ("created_at", "expires_at"))
+    assert 0 < (expires_at - created_at).total_seconds() <= 61
+    assert file == {
+        "id": file["id"], "type": "file", "filename": "report.pdf", "mime_type": "application/pdf",
+        "size_bytes": len(PDF), "downloadable": True,
+    }  # fmt: skip
+    _, other = await server.send(png(), "a.png", api=api)
+    _, page = await server.call("GET", FILES, query="limit=1&beta=true", api=api)
+    assert page["has_more"]
+    _, rest = await server.call("GET", FILES, query=f"page={page['next_page']}", api=api)
+    assert (rest["has_more"], rest["next_page"]) == (False, None)
+    assert {each["data"][0]["id"] for each in (page, rest)} == {file["id"], other["id"]}
+    path = f"{FILES}/{file['id']}"
+    assert (await server.call("GET", path, api=api))[1]["mime_type"] == "application/pdf"
+    assert await server.call("DELETE", path, api=api) == (200, {"id": file["id"], "type": "file_deleted"})
+    status, error = await server.call("GET", path, api=api)
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "invalid_request_error")
+
+
 async def test_refused_files_name_the_field(server):
     for data, fields, status, param in (
         (PDF, {"purpose": "fine-tune"}, 400, "purpose"),
@@ -183,7 +226,8 @@ async def test_refused_files_name_the_field(server):
         (PDF, {"colour": "red"}, 400, "colour"),
         (PDF, {"expires_after[seconds]": "soon"}, 400, "expires_after"),
         (b"", {}, 400, "file"),
-        (b"some text", {}, 400, None),
+        (b"some text", {}, 415, "file"),
+        (b"PK\3\4 a spreadsheet", {}, 415, "file"),
         (PDF[:60], {}, 400, None),
     ):
         found, error = await server.send(data, fields=fields)

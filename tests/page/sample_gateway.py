@@ -456,6 +456,7 @@ def _item(modality: str, origin: str, number: int, is_new: bool, chance: random.
         "samples": None,
         "tokens": 380,
         "hash": f"{chance.getrandbits(32):08x}",
+        "pages": None,
     }
 
 

@@ -428,7 +428,9 @@ class _Gateway:
             admit=backend.admit,
             num_tokens=backend.num_image_tokens,
         )
-        files = FilesEndpoint(self._store, self._fairness, admit=backend.admit, read=backend.read)
+        files = FilesEndpoint(
+            self._store, self._fairness, admit=backend.admit, read=backend.read, sending=backend.sending
+        )
         operators = OperatorEndpoints(
             addresses.gateway_index,
             model=self._frontend.model_name,

@@ -85,7 +85,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_page_pixels: PositiveInt = field(default=8_000_000, name="media-max-page-pixels")
     """most pixels of a page of a document; larger ones are rendered at a lower resolution"""
     document_dpi: PositiveInt = field(default=144, name="media-document-dpi")
-    """resolution of the pages of documents, unless a request has one"""
+    """resolution of the pages of documents, unless a request has one, or the model uses less"""
     max_items: PositiveInt = field(default=16, name="media-max-items")
     """most media items of one prompt (besides vLLM's --limit-mm-per-prompt), pages of documents not counted"""
     max_batch_items: PositiveInt = field(default=256, name="media-max-batch-items")

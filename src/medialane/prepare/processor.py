@@ -133,10 +133,12 @@ class AssembledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ImageCost:
-    """What an image takes at least: tokens of the prompt, and bytes of large tensors (0 if unknown)."""
+    """What an image takes at least: tokens of the prompt, and bytes of large tensors; and how many pixels these have of
+    it, with those that a model adds or repeats in tiles. 0 if unknown."""
 
     num_tokens: int
     num_bytes: int = 0
+    num_pixels: int = 0
 
 
 class Assembler(Protocol):

@@ -112,11 +112,13 @@ class FakeAssembler:
     predicted: frozenset[Modality] = frozenset({"image"})
     unfit_stages: Mapping[Modality, StageName] = MappingProxyType({})
 
-    def __init__(self, max_tokens: int = sys.maxsize) -> None:
+    def __init__(self, max_tokens: int = sys.maxsize, *, used_pixels: int = 0) -> None:
+        """`used_pixels` are what the model uses of a large image."""
         self.max_tokens = max_tokens
+        self._used_pixels = used_pixels
 
     def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
-        return ImageCost(_num_patches(*size), num_bytes=size[0] * size[1] * 3 * 4)
+        return ImageCost(_num_patches(*size), num_bytes=size[0] * size[1] * 3 * 4, num_pixels=self._used_pixels)
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         if token_ids.count(PLACEHOLDER_TOKEN) != len(features):

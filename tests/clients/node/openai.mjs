@@ -1,5 +1,4 @@
 // OpenAI's client for JavaScript.
-import { createReadStream } from "node:fs";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -60,7 +59,6 @@ const calls = {
   "stream of a prompt too long": () => streamedChat([{ type: "text", text: tooLong }]),
   "broken image": () => chat([{ type: "image_url", image_url: { url: settings.brokenUrl } }]),
   "image that is not there": () => chat([{ type: "image_url", image_url: { url: settings.missing_url } }]),
-  "upload of a file": () => client.files.create({ file: createReadStream(settings.photo), purpose: "user_data" }),
   "timeout of the client": () =>
     client.chat.completions.create(request([], unending), { timeout: 1000 }),
   "stream that the client leaves": async () => {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from anthropic import Anthropic, APIError
+from anthropic import Anthropic, APIError, NotFoundError
 from pydantic import BaseModel
 from recorded import LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, TOO_LONG, Calls, settings, stream
 
@@ -94,6 +94,37 @@ def message_with_a_document() -> Any:
 @calls
 def message_with_a_document_by_url() -> Any:
     return message(*document({"type": "url", "url": server.pdf_url}))
+
+
+@calls
+def message_with_a_document_that_was_sent_before() -> Any:
+    """It is then listed, read and deleted; to messages it is unknown from then on."""
+    if not server.takes_documents:
+        return message(*document({}))
+    files = client.beta.files
+    sent = files.upload(file=("report.pdf", server.pdf.read_bytes()))
+    block = {"type": "document", "source": {"type": "file", "file_id": sent.id}}
+    made = message(block)
+    found = files.retrieve_metadata(sent.id)
+    named = (found.filename, found.size_bytes, found.mime_type)
+    assert named == ("report.pdf", server.pdf.stat().st_size, "application/pdf")
+    assert sent.id in [file.id for file in files.list()]
+    assert files.download(sent.id).read() == server.pdf.read_bytes()
+    assert files.delete(sent.id).type == "file_deleted"
+    assert sent.id not in [file.id for file in files.list()]
+    try:
+        message(block)
+    except NotFoundError:
+        return made
+    raise AssertionError("the file is still there")
+
+
+@calls
+def message_with_an_image_that_was_sent_before() -> Any:
+    if not server.takes_documents:
+        return message(image(server.photo_base64()))
+    sent = client.beta.files.upload(file=("photo.jpg", server.photo.read_bytes()))
+    return message({"type": "image", "source": {"type": "file", "file_id": sent.id}})
 
 
 @calls

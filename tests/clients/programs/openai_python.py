@@ -338,8 +338,9 @@ def image_that_is_not_there() -> Any:
 
 
 @calls
-def file_instead_of_an_image() -> Any:
-    chat({"type": "file", "file": {"file_data": server.data_url(), "filename": "photo.jpg"}})
+def chat_with_an_image_sent_as_a_file() -> Any:
+    file = {"type": "file", "file": {"file_data": server.data_url(), "filename": "photo.jpg"}}
+    return chat(file if server.takes_documents else image(server.data_url()))
 
 
 @calls
@@ -355,11 +356,6 @@ def tool_that_is_not_offered() -> Any:
 @calls
 def embeddings_of_a_generating_model() -> Any:
     client.embeddings.create(model=server.model, input="A photograph")
-
-
-@calls
-def upload_of_a_file() -> Any:
-    client.files.create(file=server.photo, purpose="user_data")
 
 
 @calls

@@ -303,6 +303,10 @@ OTHER_FILES = {
         {"type": "input_file", "file_url": "https://a.example/a.JPG?b=c"},
         [input_image(0)],
     ),
+    "an Anthropic image that was sent before": (
+        {"type": "image", "source": {"type": "file", "file_id": f"file-image-{LEASE}"}},
+        [block(0)],
+    ),
     "an Anthropic text": (
         document({"type": "text", "media_type": "text/plain", "data": TEXT}, title="T"),
         [text("T\n"), text(TEXT)],
@@ -313,8 +317,8 @@ OTHER_FILES = {
 @pytest.mark.parametrize("file", OTHER_FILES)
 async def test_files_that_are_no_documents(file):
     part, expected = OTHER_FILES[file]
-    path = {"file": "/v1/chat/completions", "input_file": "/v1/responses", "document": "/v1/messages"}[part["type"]]
-    found, request = await asked([part, text("?")], path=path)
+    paths = {"file": "/v1/chat/completions", "input_file": "/v1/responses"}
+    found, request = await asked([part, text("?")], path=paths.get(part["type"], "/v1/messages"))
     assert found == [*expected, text("?")]
     assert request.store.asked == []
     assert [ref.media_type for ref in request.refs] in ([], [None], ["image/png"])

@@ -11,7 +11,14 @@ from starlette.requests import Request
 from medialane.gateway import GatewayConfig, References
 from medialane.gateway.intake import extract_files as extract_files_with
 from medialane.media import MediaConfig
-from medialane.types.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
+from medialane.types.errors import (
+    BodyTooLarge,
+    EmptyMedia,
+    InvalidRequest,
+    InvalidUpload,
+    TooManyMediaItems,
+    UnsupportedMediaType,
+)
 
 CONFIG = MediaConfig(max_items=2, max_audio_bytes=5000)
 TYPE = b'multipart/form-data; boundary="b0"'
@@ -123,6 +130,24 @@ def test_large_upload_is_extracted_at_memory_speed():
     found = extract_files(body, TYPE, MediaConfig(), GatewayConfig(), size=len(body))
     assert time.process_time() - started < 0.5
     assert found.refs[0].data == data
+
+
+@pytest.mark.parametrize(
+    ("data", "source"),
+    [(b"%PDF-1.7\n", "document"), (b"\n\n%PDF-1.7", "document"), (b"GIF89a" + bytes(9), "image")],
+)
+def test_files_that_are_kept_are_documents_and_images(data, source):
+    body = file(b"file", data) + b"--b0--\r\n"
+    (ref,) = extract_files(body, TYPE, CONFIG, GatewayConfig(), size=len(body), are_kept=True).refs
+    assert (ref.source, ref.data) == (source, data)
+
+
+@pytest.mark.parametrize("data", [b"a text", b"RIFF\0\0\0\0WAVEfmt \0", b"PK\3\4"])
+def test_other_files_are_not_kept(data):
+    body = file(b"file", data) + b"--b0--\r\n"
+    with pytest.raises(UnsupportedMediaType) as raised:
+        extract_files(body, TYPE, CONFIG, GatewayConfig(), size=len(body), are_kept=True)
+    assert raised.value.param == "file"
 
 
 async def test_salt_of_a_form_is_that_of_its_files():

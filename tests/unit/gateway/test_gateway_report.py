@@ -324,6 +324,14 @@ def test_operators_see_a_document_as_one_item():
     assert document.stages_ms["decode"] == 20
 
 
+def test_operators_see_a_document_that_is_kept():
+    with open_scope() as scope:
+        kept = MediaRef("image", "file", data=b"12", media_type=PDF_TYPE)
+        scope.record.received([kept], model=None, streams=False)
+        (found,) = request_view(scope.record).items
+    assert (found.param, found.modality, found.bytes, found.pages) == ("file", "document", 2, None)
+
+
 def test_scope_reports_items_in_request_order():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:

@@ -333,12 +333,9 @@ class IntakeMiddleware:
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> ExtractedMedia:
         with request.timeline.measure("intake"):
             if is_multipart(content_type):
-                most = self._media.max_document_bytes if request.record.path == FILES_PATH else None
+                are_kept, references = request.record.path == FILES_PATH, request.references
                 return extract_files(
-                    *(buffer, content_type, self._media, self._config),
-                    references=request.references,
-                    size=size,
-                    max_file_bytes=most,
+                    buffer, content_type, self._media, self._config, references=references, size=size, are_kept=are_kept
                 )
             return extract(buffer, self._media, self._config, references=request.references, size=size)
 
@@ -433,8 +430,8 @@ def _check_declared(scope: Scope, limit: int) -> int:
 
 
 def _for_app(scope: Scope, length: int) -> Scope:
-    """Return the scope with the length of the body that the app gets. By the version of ASGI, responses need not listen
-    for the client's disconnect, with two tasks more a stream: `_ending_with_client` does."""
+    """Return the scope with the length of the body that the app gets. With ASGI 2.4, Starlette's streams do not listen
+    for the client's disconnect, which takes two tasks each: `_ending_with_client` does."""
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
     asgi = {**scope.get("asgi", {}), "spec_version": "2.4"}
     return {**scope, "asgi": asgi, "headers": [*headers, (b"content-length", str(length).encode())]}

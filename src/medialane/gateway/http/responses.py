@@ -55,6 +55,11 @@ def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether the request comes from a client of Anthropic's API, which shares a path with OpenAI's."""
+    return bool(header(scope, b"anthropic-version"))
+
+
 def query_fields(query: str | bytes, allowed: Collection[str]) -> dict[str, str]:
     """Return the parameters of a query. Raises InvalidRequest for others than those allowed."""
     text = query.decode("latin-1") if isinstance(query, bytes) else query
@@ -116,6 +121,8 @@ def error_form(scope: Scope) -> ErrorForm:
     """Return the error format of the request's endpoint."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
     if path in ("/v1/messages", "/v1/messages/count_tokens"):  # /v1/messages/render has OpenAI's format
+        return _ANTHROPIC
+    if path.startswith("/v1/files") and is_anthropic(scope):
         return _ANTHROPIC
     if path == "/v1/responses":
         return _RESPONSES

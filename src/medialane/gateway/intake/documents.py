@@ -34,7 +34,7 @@ from medialane.gateway.intake.skeleton import (
     is_filled,
     string_or_none,
 )
-from medialane.media import MediaConfig, decode_base64, parse_header, sniff_image
+from medialane.media import MediaConfig, decode_base64, is_pdf, parse_header, sniff_image
 from medialane.types.errors import EmptyMedia, InvalidRequest, UnknownMedia, UnsupportedMediaType
 from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
 from medialane.types.media_lease import MEDIA_SCHEME, LeasedMedia
@@ -44,7 +44,7 @@ FileKind = Literal["file", "input_file", "document"]
 
 #: Of a file of `/v1/files`: what it is, and the hash of its lease.
 _FILE_ID = re.compile(r"file-(pdf|image)-([0-9a-f]{64})")
-#: Readers of PDF skip what precedes this, in as many bytes.
+#: White space may precede this; other bytes do in what is declared as PDF only, or a text about PDF would be one.
 _PDF_MAGIC, _PDF_HEAD_BYTES = b"%PDF-", 1024
 #: Of DOCX, XLSX, PPTX and other archives, and of older Office files.
 _OFFICE_MAGIC = (b"PK\3\4", b"\xd0\xcf\x11\xe0")
@@ -268,6 +268,16 @@ def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple
     max_pixels = msgspec.json.decode(ref.options, type=DocumentOptions).max_pixels
     bare = msgspec.structs.replace(ref, io=b"{}", options=b"{}", alias=None)
     return SentDocument(bare, DocumentOptions(max_pixels=max_pixels), form), [(place.start, place.end, reference)]
+
+
+def kept_type(data: bytes, config: MediaConfig) -> str | None:
+    """Return PDF_TYPE for a document that is to be kept for later requests, None for an image. Raises
+    UnsupportedMediaType for other files."""
+    kind = _kind_of(data, PDF_TYPE if is_pdf(data) else None, config)
+    if kind == "text":
+        _text_of(data)
+        raise UnsupportedMediaType("only PDF and images are kept: send a text with each request (`file_data`)")
+    return PDF_TYPE if kind == "pdf" else None
 
 
 def file_id(media: LeasedMedia) -> str:

@@ -1,6 +1,6 @@
 """`extract`: cut, count, parse and locate the media of a JSON body, and replace them by references. `extract_files`:
-the same for a form (`multipart/form-data`), an upload of speech for transcription or translation. `with_pages`: put the
-pages of documents in their places, once the store has opened them.
+the same for a form (`multipart/form-data`): speech for transcription or translation, or a file to be kept.
+`with_pages`: put the pages of documents in their places, once the store has opened them.
 
 A form is parsed by the library with which the application behind us parses it, so both see the same parts. The content
 of a file is replaced by a reference; every other byte is forwarded unchanged.
@@ -21,7 +21,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.documents import SentDocument, document_image, page_param
+from medialane.gateway.intake.documents import SentDocument, document_image, kept_type, page_param
 from medialane.gateway.intake.limits import REPLACED_SURROGATES, check_counts, make_strict_json, scan_json
 from medialane.gateway.intake.places import References
 from medialane.gateway.intake.search import Place, decode_body, media_places, priority_of
@@ -50,7 +50,7 @@ from medialane.types.errors import (
     MedialaneError,
     TooManyMediaItems,
 )
-from medialane.types.media import PDF_TYPE, MediaRef, OpenedDocument
+from medialane.types.media import PDF_TYPE, MediaRef, OpenedDocument, naming
 
 _DEFAULTS = GatewayConfig()
 
@@ -344,14 +344,14 @@ def extract_files(
     *,
     references: References,
     size: int,
-    max_file_bytes: int | None = None,
+    are_kept: bool = False,
 ) -> ExtractedMedia:
-    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead. Without
-    `max_file_bytes` they may be as large as audio.
+    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead. They are
+    audio, or, if they `are_kept` for later requests, documents and images.
 
-    Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`, or no `cache_salt`
-    although it is required), which name the field, and BodyTooLarge for a form that is too large without its files. A
-    body that cannot be parsed is not changed: the application responds to it.
+    Raises TooManyMediaItems, InvalidUpload, EmptyMedia, UnsupportedMediaType and InvalidRequest (the field `medialane`,
+    or no `cache_salt` although it is required), which name the field, and BodyTooLarge for a form that is too large
+    without its files. A body that cannot be parsed is not changed: the application responds to it.
     """
     data = bytes(memoryview(body)[:size])
     edited = partial(apply_edits, memoryview(data), max_bytes=limits.max_text_bytes, without="its files")
@@ -367,7 +367,7 @@ def extract_files(
     salt = form.fields.get(b"cache_salt", b"").decode("utf-8", "replace")
     if files:
         check_salt(salt, limits)
-    refs = tuple(_reference(file, data, salt, max_file_bytes or config.max_audio_bytes) for file in files)
+    refs = tuple(_reference(file, data, salt, config, is_kept=are_kept) for file in files)
     report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
     model, stream = (form.fields.get(name, b"").decode("utf-8", "replace") for name in (b"model", b"stream"))
     is_streamed = stream.lower() == "true"
@@ -399,14 +399,17 @@ def read_upload(body: bytes, content_type: bytes, allowed: Collection[str]) -> t
     return form.files[0].filename, fields
 
 
-def _reference(file: _File, data: bytes, salt: str, max_bytes: int) -> MediaRef:
-    num_bytes = file.end - file.start
+def _reference(file: _File, data: bytes, salt: str, config: MediaConfig, *, is_kept: bool) -> MediaRef:
+    num_bytes, most = file.end - file.start, config.max_document_bytes if is_kept else config.max_audio_bytes
     if not num_bytes:
         raise EmptyMedia("the file is empty", param=file.name)
-    if num_bytes > max_bytes:
-        message = f"the file has {num_bytes} bytes, more than {max_bytes}"
+    if num_bytes > most:
+        message = f"the file has {num_bytes} bytes, more than {most}"
         raise InvalidUpload(message, param=file.name)
-    return MediaRef("audio", file.name, data=data[file.start : file.end], salt=salt)
+    content = data[file.start : file.end]
+    ref = MediaRef("image" if is_kept else "audio", file.name, data=content, salt=salt)
+    with naming(ref):
+        return replace(ref, media_type=kept_type(content, config)) if is_kept else ref
 
 
 class _Form:

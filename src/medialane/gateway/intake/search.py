@@ -197,7 +197,7 @@ class _Base64Object(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ImageSource(msgspec.Struct, forbid_unknown_fields=True):
-    """The source of an Anthropic image: a URL or base64 data. vLLM has no files (`file_id`)."""
+    """The source of an Anthropic image: a URL, base64 data, or the id of a file, which vLLM does not have."""
 
     type: msgspec.Raw = ABSENT
     url: msgspec.Raw = ABSENT
@@ -333,6 +333,8 @@ def _source_places(param: str, part: Part) -> list[Place]:
             *(place for k, each in parts_with_media(inner) for place in _in_part(f"{param}.source.content[{k}]", each)),
         ]
     source = decode_item(part.source, _SOURCES, f"{param}.source")
+    if string_or_none(source.type) == "file":
+        return [FilePlace("document", f"{param}.source")]
     is_url = string_or_none(source.type) == "url"
     string = source.url if is_url else source.data
     media_type = None if is_url else string_or_none(source.media_type) or "image/jpeg"

@@ -140,7 +140,7 @@ function mediaText(view) {
   if (!view.num_items) return 'text';
   const modalities = new Set(view.items.map((item) => item.modality));
   const only = modalities.size === 1 ? [...modalities][0] : 'item';
-  const noun = only === 'document' ? 'page' : only;
+  const noun = only === 'document' && view.items[0].pages ? 'page' : only;
   const fresh = view.items.reduce((sum, item) => sum + (item.pages ? item.pages.new ?? 0 : item.outcome === 'new'), 0);
   const name = view.num_items === 1 ? noun : `${count(view.num_items)} ${noun}${noun === 'audio' ? '' : 's'}`;
   return fresh ? `${name}, ${fresh === view.num_items ? 'new' : `${fresh} new`}` : name;

@@ -152,7 +152,7 @@ def _item_views(record: RequestRecord) -> Iterator[ItemView]:
     """Yield the items in their order, a document as one."""
     documents = {id(pages[0]): (param, pages) for param, pages in record.documents.items()}
     for item in record.items.values():
-        if item.modality != "document":
+        if item.modality != "document" or not documents:  # a file that is kept has no pages yet
             yield _item_view(item)
         elif id(item) in documents:
             yield _document_view(*documents[id(item)])

@@ -77,6 +77,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: A4 at 600 dpi: of no page does a model use more pixels than of this one.
+_LARGE_PAGE = (4960, 7016)
+
+#: Pixels of a page for each that a model uses of it, unless a request says otherwise. A model with a square input uses
+#: the whole short side, and crops or squeezes the long one: a page may be twice as long as wide. Models with tiles use
+#: more of some shapes than of others, but less than twice as many; and one that only scales a page down gets sharper
+#: letters from more pixels than it uses.
+_PIXELS_PER_USED = 2
+
 #: Workers that an error names; the others are in the log.
 MAX_NAMED = 8
 
@@ -169,6 +178,10 @@ class AppBackend:
     async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
         """Return a document of the current request with its pages. Raises MedialaneError, which names its field."""
         self._admission.admit(current_scope())
+        if not options.dpi and not options.max_pixels:  # more pixels would be rendered to be thrown away
+            cost = await self._assembly.image_cost(_LARGE_PAGE, b"{}")
+            most = 0 if cost is None else _PIXELS_PER_USED * cost.num_pixels
+            options = msgspec.structs.replace(options, max_pixels=most)
         with naming(ref):
             return await self._store_items.open_document(ref, options)
 
@@ -227,7 +240,7 @@ class AppBackend:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError as error:
-            logger.warning("a client has not read %d bytes of tensors in %g s: it is disconnected", num_bytes, limit_s)
+            logger.warning("a client has not read %d bytes in %g s: it is disconnected", num_bytes, limit_s)
             scope.fail(ClientTooSlow("the response was read too slowly"))
             raise ClientDisconnected("the response was read too slowly") from error
 

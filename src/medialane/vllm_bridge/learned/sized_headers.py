@@ -36,6 +36,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from math import prod
 from typing import Any, assert_never
 
 import numpy as np
@@ -60,19 +61,22 @@ Size = tuple[int, int]
 #: Options that every family that has them takes into account. With others (`do_resize`) the count may be wrong.
 _COUNTED_BY = {"min_pixels", "max_pixels", "size"}
 
+#: Values of a pixel.
+_CHANNELS = 3
+
 
 class ImageTokens:
     """Predictions of one processor, confirmed by some images that it has processed."""
 
     def __init__(self, processor: BaseMultiModalProcessor, trial: TrialItems) -> None:
         self._processor = processor
-        ratios = self._bytes_per_token(trial)
+        ratios = self._ratios(trial)
         #: Whether there are predictions.
         self.is_trusted = bool(ratios)
-        self._ratio = ratios[0] if len(set(ratios)) == 1 else Fraction(0)
+        self._num_bytes, self._num_pixels = ratios[0] if len(set(ratios)) == 1 else (Fraction(0), Fraction(0))
 
-    def _bytes_per_token(self, trial: TrialItems) -> Sequence[Fraction]:
-        """Return the bytes of large tensors per predicted token of each image; none unless every prediction is
+    def _ratios(self, trial: TrialItems) -> Sequence[tuple[Fraction, Fraction]]:
+        """Return bytes and pixels of large tensors per predicted token of each image; none unless every prediction is
         confirmed."""
         ratios = attempt(lambda: [self._ratio_of(item, trial.layouts) for item in trial.by_modality.get("image", ())])
         if isinstance(ratios, Exception):
@@ -84,7 +88,9 @@ class ImageTokens:
         """Return what an image of this size takes at least; None if there is no prediction. Takes 0.2 to 0.4 ms, and 10
         ms for new options, most of it in vLLM's and transformers' handling of options."""
         num_tokens = self.min_tokens(size, options) if self.is_trusted else None
-        return None if num_tokens is None else ImageCost(num_tokens, int(num_tokens * self._ratio))
+        if num_tokens is None:
+            return None
+        return ImageCost(num_tokens, int(num_tokens * self._num_bytes), int(num_tokens * self._num_pixels))
 
     def min_tokens(self, size: Size, options: bytes) -> int | None:
         """Return the tokens of an image of this size or rotated by 90 degrees (EXIF orientation is unknown here),
@@ -116,15 +122,20 @@ class ImageTokens:
             return None
         return int(count(**{p.name: arguments[p.name]() for p in parameters if p.name in arguments}))
 
-    def _ratio_of(self, item: TrialItem, layouts: PlaceholderLayouts) -> Fraction | None:
-        """Return the bytes of the item's large tensors per predicted token; None if the prediction is not confirmed."""
+    def _ratio_of(self, item: TrialItem, layouts: PlaceholderLayouts) -> tuple[Fraction, Fraction] | None:
+        """Return bytes and pixels of the item's large tensors per predicted token; None if the prediction is not
+        confirmed."""
         predicted = self.min_tokens((item.size.width, item.size.height), NO_OPTIONS)
         if predicted is None:
             return None
         (updates,) = layouts.find([item], NO_OPTIONS).updates["image"]
         if predicted > min(len(update.content.full) for update in updates):
             return None
-        return Fraction(sum(spec.nbytes for spec in item.specs), predicted)
+        # Qwen-VL and its successors repeat an image as the frames of their patches.
+        repeats = getattr(getattr(hf_processor_of(self._processor), "image_processor", None), "temporal_patch_size", 1)
+        num_values = sum(prod(spec.shape) for spec in item.specs)
+        per_token = Fraction(1, predicted)
+        return sum(spec.nbytes for spec in item.specs) * per_token, num_values * per_token / (_CHANNELS * repeats)
 
 
 _PROCESSORS: tuple[tuple[Modality, str], ...] = (("image", "image_processor"), ("video", "video_processor"))

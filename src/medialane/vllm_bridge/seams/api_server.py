@@ -75,8 +75,8 @@ _LISTENING = with_cancellation(lambda: None).__code__
 
 
 def without_listening(app: FastAPI) -> None:
-    """Have no handler of `app` listen for the client's disconnect, with two tasks more a request: the server cancels
-    it."""
+    """Have no handler of `app` listen for the client's disconnect, which takes two tasks a request: whoever calls the
+    app cancels it."""
     for route in (route for route in app.routes if isinstance(route, APIRoute)):
         handler: Any = route.dependant.call
         if getattr(handler, "__code__", None) is _LISTENING:
