@@ -56,11 +56,10 @@ def run(options: harness.Options) -> harness.Report:
 
 def turns_of(num_turns: int, rate_per_s: float) -> list[Turn]:
     """Return the turns of both traces, by their times."""
-    half = {"num_turns": num_turns // 2, "rate_per_s": rate_per_s / 2}
-
     def named() -> Iterator[Turn]:
-        for name, trace in (("i", IMAGES._replace(seed=1, **half)), ("c", CHATS._replace(seed=2, **half))):
-            yield from (turn._replace(session=f"{name}{turn.session}") for turn in session_turns(trace))
+        for seed, trace in enumerate((IMAGES, CHATS)):
+            half = trace._replace(seed=seed, num_turns=num_turns // 2, rate_per_s=rate_per_s / 2)
+            yield from (turn._replace(session=f"{seed}-{turn.session}") for turn in session_turns(half))
 
     return sorted(named(), key=lambda turn: turn.time_s)
 

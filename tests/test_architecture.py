@@ -169,7 +169,7 @@ BRIDGE = SRC / "vllm_bridge"
 #: models, with the types in its signatures. Everything else goes through `vllm_bridge.seams` and is in its table.
 PUBLIC = {
     "vllm": {"config", "envs"},
-    "vllm.config": {"KVEventsConfig", "ModelConfig", "VllmConfig"},
+    "vllm.config": {"KVEventsConfig", "KVTransferConfig", "ModelConfig", "VllmConfig"},
     "vllm.engine.arg_utils": {"AsyncEngineArgs"},
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.exceptions": {

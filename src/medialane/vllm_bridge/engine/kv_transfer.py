@@ -94,13 +94,14 @@ def check_transfer(config: VllmConfig, role: WorkerRole) -> None:
 
 def transfer_report(config: VllmConfig) -> tuple[str, str]:
     """Return the connector of workers of this model with the roles prefill and decode, or why there can be none."""
+    transfer = config.kv_transfer_config
     try:
         for role in ("prefill", "decode"):
             transfer = transfer_config(config.kv_transfer_config, role)
             check_transfer(config, role)
     except StartupFailed as error:
         return "", error.message
-    return str(transfer.kv_connector), ""
+    return "" if transfer is None else str(transfer.kv_connector), ""
 
 
 def choose_address(args: AsyncEngineArgs, host: str = "") -> None:
