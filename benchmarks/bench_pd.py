@@ -56,6 +56,7 @@ def run(options: harness.Options) -> harness.Report:
 
 def turns_of(num_turns: int, rate_per_s: float) -> list[Turn]:
     """Return the turns of both traces, by their times."""
+
     def named() -> Iterator[Turn]:
         for seed, trace in enumerate((IMAGES, CHATS)):
             half = trace._replace(seed=seed, num_turns=num_turns // 2, rate_per_s=rate_per_s / 2)

@@ -11,18 +11,23 @@ import pytest
 import pytest_asyncio
 from medialane_process import START_S, MedialaneProcess
 from openai_http import OpenAiHttp, assert_same, chat, picture, text, video
+from process_tree import descendants, resident_bytes_of_arenas
 from shared_servers import LOG_FLAGS, STORE_FLAGS
 
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
-ASK = text("What is to be seen, in all of it?")
+#: More than a block, so that one with all of the media is transferred.
+ASK = text("What is to be seen, in all of it? " * 20)
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string", "maxLength": 8}}, "required": ["colour"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 #: Tokens of a KV block on a CPU: ExampleConnector transfers whole ones, and not the last of a prompt.
 BLOCK = 128
+
+#: What the kernel maps around a page that is read, at most.
+MAPPED_AROUND = 64 << 10
 
 BODIES = {
     "text": chat(text("a long text without media " * 60)),
@@ -40,7 +45,7 @@ BODIES = {
     "stop string": chat(picture(712), ASK, stop=["e"]),
     "grammar": chat(picture(713), ASK, response_format=FORMAT),
     "tool": chat(picture(714), ASK, tools=[TOOL], tool_choice="required", max_tokens=40),
-    "two choices": chat(picture(716), ASK, n=2),
+    "two choices": chat(picture(716), ASK, n=2, temperature=0.8, seed=5),
     "salt": chat(picture(715), ASK, cache_salt="salt"),
 }
 
@@ -58,8 +63,8 @@ CONNECTORS = {"example": example_connector, "nixl": lambda _folder: []}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=CONNECTORS)
-async def split(request, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory):
-    """A client of the command, with each connector."""
+async def split_serve(request, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory):
+    """The command, with each connector."""
     folder = tmp_path_factory.mktemp("prefill")
     process = MedialaneProcess.spawn(
         "serve",
@@ -71,8 +76,13 @@ async def split(request, tiny_model, plain_vllm, server_flags, vllm_environ, run
     )
     await process.answers()
     await eventually(lambda: "Ctrl-C stops it" in process.log.read_text(), "all workers are ready", START_S)
-    yield OpenAiHttp(process.base_url, process.model)
+    yield process
     process.stop()
+
+
+@pytest.fixture(scope="module")
+def split(split_serve) -> OpenAiHttp:
+    return OpenAiHttp(split_serve.base_url, split_serve.model)
 
 
 async def outcomes(client):
@@ -104,6 +114,25 @@ async def test_prompt_is_computed_by_the_worker_that_prefills_alone(split):
     after, num_tokens = await computed(split), answer.json["usage"]["prompt_tokens"]
     assert after["prefill"] - before["prefill"] == num_tokens
     assert after["decode"] - before["decode"] <= 2 * BLOCK < num_tokens
+
+
+async def test_worker_of_the_answer_reads_no_tensor(split_serve, split):
+    """It maps the pages with the first words of each entry, in each of its processes, and no others."""
+    names = split_serve.named_workers()
+    pids = {
+        role: split_serve.worker_pid(next(name for name in names if role in name)) for role in ("prefill", "decode")
+    }
+
+    def resident(role: str) -> int:
+        return sum(map(resident_bytes_of_arenas, (pids[role], *descendants(pids[role]))))
+
+    await split.succeed(chat(picture(734), ASK))  # both have mapped the arena
+    before = {role: resident(role) for role in pids}
+    answer = await split.succeed({**chat(picture(735, 1024, 768), ASK), "medialane": {"report": True}})
+    assert answer.json["medialane"]["prefill"]["transferred_tokens"] > 0
+    grown = {role: resident(role) - before[role] for role in pids}
+    assert grown["prefill"] > 10 * MAPPED_AROUND, grown
+    assert grown["decode"] <= 2 * MAPPED_AROUND, grown
 
 
 async def computed(client):
