@@ -75,7 +75,8 @@ async def split_serve(request, tiny_model, plain_vllm, server_flags, vllm_enviro
         log=folder / "serve.log",
     )
     await process.answers()
-    await eventually(lambda: "Ctrl-C stops it" in process.log.read_text(), "all workers are ready", START_S)
+    client = OpenAiHttp(process.base_url, process.model)
+    await eventually(lambda: both_ready(client), "both workers are ready", START_S)
     yield process
     process.stop()
 
@@ -83,6 +84,10 @@ async def split_serve(request, tiny_model, plain_vllm, server_flags, vllm_enviro
 @pytest.fixture(scope="module")
 def split(split_serve) -> OpenAiHttp:
     return OpenAiHttp(split_serve.base_url, split_serve.model)
+
+
+async def both_ready(client):
+    return (await client.metrics()).value("medialane_worker_state", state="ready") == 2
 
 
 async def outcomes(client):

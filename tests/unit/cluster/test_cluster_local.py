@@ -185,12 +185,12 @@ def test_ports_of_connectors_count_up_from_that_of_the_user(tmp_path):
         ({"prefill": "1"}, "num_prefill and num_decode must be given together"),
         ({"decode": "1"}, "num_prefill and num_decode must be given together"),
         ({"prefill": "1", "decode": "1", "workers": "2"}, "num_workers is without --prefill and --decode"),
-        ({"prefill": "1", "decode": "1", "ray": "yes"}, "num_prefill and num_decode are for this host"),
+        ({"prefill": "1", "decode": "1", "ray": "true"}, "num_prefill and num_decode are for this host"),
     ],
 )
 def test_numbers_of_prefill_and_decode_workers_are_checked(flags, reason):
     with pytest.raises(StartupFailed, match=reason):
-        config(**flags)
+        config(**flags).cluster.validate()
 
 
 def test_encoder_on_the_gpu_of_a_worker_starts_after_it(tmp_path):

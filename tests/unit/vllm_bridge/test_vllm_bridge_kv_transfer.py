@@ -120,12 +120,10 @@ def test_worker_without_a_connector_gets_no_parameters():
 
 
 def test_worker_with_a_role_has_nixl_unless_the_user_has_chosen():
-    found = transfer_config(None, "decode")
-    assert (found.kv_connector, found.kv_role, found.kv_load_failure_policy) == (
-        "NixlConnector",
-        "kv_both",
-        "recompute",
-    )
+    for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        found = transfer_config(None, role)
+        fields = (found.kv_connector, found.kv_role, found.kv_load_failure_policy)
+        assert fields == ("NixlConnector", kv_role, "recompute")
     assert transfer_config(EXAMPLE, "prefill") is EXAMPLE
     assert transfer_config(None, "worker") is None
     assert transfer_config(EXAMPLE, "worker") is EXAMPLE

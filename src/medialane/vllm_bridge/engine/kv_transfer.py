@@ -68,7 +68,7 @@ def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTrans
         extra = {"num_threads": 1} if current_platform.is_cpu() else {}
         return KVTransferConfig(
             kv_connector=NIXL,
-            kv_role="kv_both",
+            kv_role="kv_producer" if role == "prefill" else "kv_consumer",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
