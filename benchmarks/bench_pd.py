@@ -25,8 +25,8 @@ LOAD, GUESS_PER_S = 0.7, 40.0
 IMAGES = SessionTrace(
     num_images=50_000, zipf=0.0, images_of_first=(0.0, 0.0, 0.2, 0.8), more_images=0.5, answer=(50, 250)
 )
-CHATS = SessionTrace(num_images=0, images_of_first=(1.0,), more_images=0.0, answer=(100, 400))
-MAX_STALL, MIN_THROUGHPUT, MAX_BEHIND = 0.5, 0.9, 1.05
+CHATS = SessionTrace(num_images=1, images_of_first=(1.0,), more_images=0.0, answer=(100, 400))
+MAX_STALL, MIN_THROUGHPUT = 0.5, 0.9
 
 
 class Policy(NamedTuple):
@@ -109,8 +109,10 @@ def _bars(rows: Sequence[dict[str, object]], label: str) -> list[harness.Bar]:
 
     return [
         harness.Bar(
-            f"{label}, split: inter-token p99, of both's", ratio("split", "inter-token p99 ms"), MAX_STALL, "at most"
+            f"{label}: split: inter-token p99, of both's", ratio("split", "inter-token p99 ms"), MAX_STALL, "at most"
         ),
-        harness.Bar(f"{label}, split: answers/s, of both's", ratio("split", "answered/s"), MIN_THROUGHPUT, "at least"),
-        harness.Bar(f"{label}, auto: ttft p50, of both's", ratio("auto", "ttft p50 ms"), MAX_BEHIND, "at most"),
+        harness.Bar(f"{label}: split: answers/s, of both's", ratio("split", "answered/s"), MIN_THROUGHPUT, "at least"),
+        harness.Bar(
+            f"{label}: auto: inter-token p99, of both's", ratio("auto", "inter-token p99 ms"), MAX_STALL, "at most"
+        ),
     ]
