@@ -1,7 +1,7 @@
-"""Writes pip's configuration of this machine for another root: python pip_conf.py FILE [first|second EXTRA]
+"""Writes pip's configuration of this machine for another root: python pip_conf.py FILE [default|second EXTRA]
 
-FILE is the new pip.conf; the folders and files of this machine that it names are printed, one a line. With `second`, extra indexes
-are kept, EXTRA (a folder) being the first: uv takes the first index's file of a version.
+FILE is the new pip.conf; the folders and files of this machine that it names are printed, one a line. Extra indexes are
+kept, with `default` left out, with `second` behind EXTRA, a folder: uv takes the first index's file of a version.
 """
 
 import subprocess
@@ -32,9 +32,7 @@ def main(file: Path, which: str = "all", extra: str = "") -> None:
     paths = [Path(urlsplit(each).path).parent for each in words if each.startswith("file:")]
     paths += [Path(each) for each in words if each.startswith("/")]
     file.write_text("[global]\n" + "".join(f"{name} = {' '.join(each)}\n" for name, each in found.items()))
-    for path in dict.fromkeys(paths):
-        if path.exists():
-            print(path)
+    sys.stdout.write("".join(f"{path}\n" for path in dict.fromkeys(paths) if path.exists()))
 
 
 if __name__ == "__main__":

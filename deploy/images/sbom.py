@@ -1,6 +1,6 @@
 """Writes what an image contains as CycloneDX: python sbom.py LOCK [FOLDER ...] > sbom.cdx.json
 
-Distributions of this Python's environment and of other prefixes, with the hashes that the lock file allows, and Debian's packages.
+Distributions of this Python's environment and of other prefixes, with the lock file's hashes, and Debian's packages.
 """
 
 import json
@@ -35,7 +35,7 @@ def of_python(lock: Path, prefixes: list[Path]) -> list[dict[str, Any]]:
 def of_debian() -> list[dict[str, Any]]:
     query = ["dpkg-query", "-W", "-f", "${Package} ${Version} ${Architecture}\n"]
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout  # noqa: S603
     except FileNotFoundError:
         return []
     return [
