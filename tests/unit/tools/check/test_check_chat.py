@@ -77,9 +77,10 @@ def test_requests_of_every_kind_without_documents_are_sent_as_they_are(kind):
 def test_plain_vllm_is_sent_the_pages_of_a_document_wherever_it_stands():
     words, message = {"type": "text", "text": "a"}, {"role": "user", "content": [document(1, 1)]}
     for body in ({"messages": [[message], [message]]}, {"input": [message]}, {"documents": [message, "a"]}):
-        assert str(without_documents(CaseRequest("/", body)).body).count("data:image/png") == str(body).count("file_data")
-    result = {"messages": [{"role": "tool", "content": None}, {"role": "user", "content": "a"}, {"role": "user"}]}
-    assert without_documents(CaseRequest("/", result)).body == result
+        sent = without_documents(CaseRequest("/", body)).body
+        assert str(sent).count("data:image/png") == str(body).count("file_data")
+    others = {"messages": [{"role": "tool", "content": None}, {"role": "user", "content": "a"}, {"role": "user"}]}
+    assert without_documents(CaseRequest("/", others)).body == others
     assert without_documents(CaseRequest("/", {"prompt": [[1, 2]], "messages": [words]})).body["prompt"] == [[1, 2]]
 
 
