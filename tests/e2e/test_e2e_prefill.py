@@ -5,11 +5,12 @@ change the answer. It cannot be combined with a prefix cache: it counts tokens t
 moves blocks from one process to the other by the parameters that gateways pass on.
 """
 
+import asyncio
 import json
 
 import pytest
 import pytest_asyncio
-from medialane_process import START_S, MedialaneProcess
+from medialane_process import START_S, MedialaneProcess, kill
 from openai_http import OpenAiHttp, assert_same, chat, picture, text, video
 from process_tree import descendants, resident_bytes_of_arenas
 from shared_servers import LOG_FLAGS, STORE_FLAGS
@@ -25,6 +26,10 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCH
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 #: Tokens of a KV block on a CPU: ExampleConnector transfers whole ones, and not the last of a prompt.
 BLOCK = 128
+
+#: NIXL's: the worker that has computed a prompt keeps its blocks for a reader that is lost.
+LEASE_S = 30
+NUM_LEAVING = 40
 
 #: What the kernel maps around a page that is read, at most.
 MAPPED_AROUND = 64 << 10
@@ -62,15 +67,22 @@ def example_connector(folder):
 CONNECTORS = {"example": example_connector, "nixl": lambda _folder: []}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=CONNECTORS)
-async def split_serve(request, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory):
+@pytest.fixture(scope="module", params=CONNECTORS)
+def connector(request):
+    return request.param
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split_serve(
+    connector, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory
+):
     """The command, with each connector."""
     folder = tmp_path_factory.mktemp("prefill")
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
         ["--prefill", "1", "--decode", "1", "--prefill-at", "prefill", "--verbose", *LOG_FLAGS, *STORE_FLAGS],
-        [*server_flags, *CONNECTORS[request.param](folder)],
+        [*server_flags, *CONNECTORS[connector](folder)],
         environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
         log=folder / "serve.log",
     )
@@ -162,3 +174,53 @@ async def test_parameters_of_clients_reach_no_connector(split, plain):
     body = chat(picture(750), ASK)
     answer = await split.succeed({**body, "kv_transfer_params": theirs})
     assert_same(answer.json, (await plain.succeed(body)).json)
+
+
+@pytest.fixture
+def nixl(connector, split):
+    """Files of ExampleConnector outlive everybody, and a half-written one counts as whole."""
+    if connector != "nixl":
+        pytest.skip("of the product's connector")
+    return split
+
+
+async def kv_usage(client):
+    """How much of the KV caches is in use; blocks that are kept for another worker are."""
+    return sum(s.value for s in (await client.metrics()).samples if s.name == "vllm:kv_cache_usage_perc")
+
+
+async def nothing_is_kept(client, within_s):
+    async def is_free():
+        return not await kv_usage(client)
+
+    await eventually(is_free, "all KV blocks are free", within_s)
+
+
+async def test_clients_that_leave_leave_no_blocks_behind(nixl, plain):
+    """In each step of their requests, and sooner than leases end."""
+    expired = (await nixl.metrics()).value("vllm:nixl_num_kv_expired_reqs_total")
+    for number in range(NUM_LEAVING):
+        asking = asyncio.create_task(nixl.post(chat(picture(800 + number), ASK, max_tokens=100, ignore_eos=True)))
+        await asyncio.sleep(number * 0.02)  # time: so far
+        asking.cancel()
+        await asyncio.wait([asking])
+    await nothing_is_kept(nixl, LEASE_S / 2)
+    assert (await nixl.metrics()).value("vllm:nixl_num_kv_expired_reqs_total") == expired
+    body = chat(picture(799), ASK)
+    assert_same((await nixl.succeed(body)).json, (await plain.succeed(body)).json)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_killed_worker_costs_no_answer(split_serve, nixl, plain, role, after_s):
+    seed = 900 + 100 * (role == "decode") + int(100 * after_s)
+    bodies = [chat(picture(seed + number), ASK, max_tokens=40, ignore_eos=True) for number in range(6)]
+    expected = [(await plain.succeed(body)).json for body in bodies]
+    asking = [asyncio.create_task(nixl.succeed(body)) for body in bodies]
+    await asyncio.sleep(after_s)  # time: their requests are in different steps
+    (name,) = [name for name in split_serve.named_workers() if role in name]
+    kill(split_serve.worker_pid(name))
+    for answer, right in zip(await asyncio.gather(*asking), expected, strict=True):
+        assert_same(answer.json, right)
+    await eventually(lambda: both_ready(nixl), "the killed worker is back", START_S)
+    await nothing_is_kept(nixl, 2 * LEASE_S)
