@@ -24,7 +24,7 @@ BUDGETS = {
     "routing": (2100, 9),
     "gateway": (15750, 56),
     "worker": (2700, 11),
-    "vllm_bridge": (13400, 60),
+    "vllm_bridge": (13450, 60),
     "cluster": (3650, 13),
     "cli": (5150, 22),
     "tools": (3800, 20),

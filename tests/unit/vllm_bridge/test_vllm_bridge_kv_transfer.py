@@ -1,5 +1,6 @@
 """What a worker passes to vLLM's connector for KV blocks, and what of that comes from outside."""
 
+import asyncio
 import json
 import os
 
@@ -8,10 +9,11 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from medialane.types.errors import StartupFailed
+from medialane.types.errors import HandoverFailed, StartupFailed
 from medialane.types.request import KvTransfer
 from medialane.vllm_bridge.engine.kv_transfer import (
     FOR_CONNECTOR,
+    Transfers,
     apply_transfer,
     choose_address,
     encode_params,
@@ -150,3 +152,33 @@ def test_engines_have_an_address_for_others_and_ports_of_their_own(monkeypatch):
     assert 20_000 <= int(chosen) < 30_000
     choose_address(AsyncEngineArgs(model="m", kv_transfer_config=NIXL))
     assert os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] == chosen, "as the user has set it"
+
+
+RECEIVE = KvTransfer("receive", b"{}")
+
+
+async def test_blocks_that_are_not_read_in_time_fail_the_hand_over():
+    transfers = Transfers(timeout_s=0.01)
+    with pytest.raises(HandoverFailed, match="KV blocks were not read within 0.01 s"):
+        async with transfers.in_time("r", RECEIVE):
+            await asyncio.Event().wait()
+
+
+async def test_answer_that_has_begun_takes_as_long_as_it_takes():
+    transfers = Transfers(timeout_s=0.01)
+    async with transfers.in_time("r", RECEIVE):
+        transfers.begun("r", 5)
+        await asyncio.sleep(0.05)  # time: longer than that
+    assert (transfers.take("r"), transfers.take("r")) == (5, 0)
+
+
+@pytest.mark.parametrize("transfer", [None, KvTransfer("send"), KvTransfer("receive")], ids=str)
+async def test_request_that_reads_nothing_may_wait(transfer):
+    async with Transfers(timeout_s=0.01).in_time("r", transfer):
+        await asyncio.sleep(0.05)  # time: longer than that
+
+
+def test_tokens_of_requests_that_read_nothing_are_none():
+    transfers = Transfers()
+    transfers.begun("r", 0)
+    assert transfers.take("r") == 0

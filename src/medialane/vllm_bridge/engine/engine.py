@@ -69,6 +69,7 @@ from medialane.vllm_bridge.engine.engine_request import (
 )
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.kv_transfer import (
+    Transfers,
     check_transfer,
     choose_address,
     encode_params,
@@ -252,10 +253,9 @@ class VllmEngine:
             reads_path=may_span_hosts(llm.vllm_config),
         )
         self.card = _card(llm, profile, role)
-        #: Prompt tokens that another engine has computed, by request, until its first output.
-        self._num_transferred: dict[str, int] = {}
+        self._transfers = Transfers()
         if self.card.kv_group:
-            watch_transfers(llm, self._num_transferred.__setitem__)
+            watch_transfers(llm, self._transfers.begun)
 
     @property
     def takes_media(self) -> bool:
@@ -341,6 +341,7 @@ class VllmEngine:
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
             named = self._reader.named_for_engine(engine_input)
             async with (
+                self._transfers.in_time(request.request_id, transfer),
                 self._adapters.using(self._reader.lora(request), exact=bool(request.generated)) as lora,
                 aclosing(self._outputs(request, named, sent, lora)) as outputs,
             ):
@@ -373,7 +374,7 @@ class VllmEngine:
             )
             async with aclosing(self.generate(fetch, tensors, embeddings)) as deltas:
                 async for delta in deltas:
-                    self._num_transferred[request.request_id] = delta.num_transferred_tokens
+                    self._transfers.begun(request.request_id, delta.num_transferred_tokens)
         elif transfer.params:
             await self._release_blocks(request.request_id, transfer)
         return msgspec.structs.replace(request, kv_transfer=KvTransfer("receive"))
@@ -382,7 +383,7 @@ class VllmEngine:
         """Return the output with what it says about KV blocks of other engines."""
         if transfer.step == "send":
             return msgspec.structs.replace(delta, kv_params=encode_params(output.kv_transfer_params))
-        num_tokens = self._num_transferred.pop(delta.request_id, 0)
+        num_tokens = self._transfers.take(delta.request_id)
         return msgspec.structs.replace(delta, num_transferred_tokens=num_tokens) if num_tokens else delta
 
     async def administer(self, call: AdminCall) -> AdminResult:
@@ -444,7 +445,7 @@ class VllmEngine:
             settled = True
             raise
         finally:
-            self._num_transferred.pop(request.request_id, None)
+            self._transfers.take(request.request_id)
             if not settled:
                 await self._wait_released(request.request_id)
 

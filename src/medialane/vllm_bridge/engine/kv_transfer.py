@@ -9,11 +9,13 @@ router, gets no others than these, with all fields that its connector reads.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import logging
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -23,7 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from medialane.types.errors import StartupFailed
+from medialane.types.errors import HandoverFailed, StartupFailed
 from medialane.types.hashing import content_hash
 from medialane.types.request import KvTransfer, WorkerRole
 
@@ -36,6 +38,9 @@ _SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 #: Engines may be asked for their addresses while others start: below the range of ports that the kernel gives away.
 _PORTS = range(20_000, 30_000)
+
+#: Until the first token of a prompt whose blocks are read. The engine's queue counts, so it is long.
+TRANSFER_TIMEOUT_S = 60.0
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
@@ -55,6 +60,41 @@ class NixlParams(msgspec.Struct, frozen=True):
     remote_num_tokens: _Count = 0
     dcp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     pp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+class Transfers:
+    """What this engine reads from others, until the first outputs of its requests."""
+
+    def __init__(self, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._reading: dict[str, asyncio.Timeout] = {}
+        self._num_tokens: dict[str, int] = {}
+
+    @asynccontextmanager
+    async def in_time(self, request_id: str, transfer: KvTransfer | None) -> AsyncIterator[None]:
+        """Raise HandoverFailed if a request that reads blocks has no output after a while: another engine hangs that
+        has them, or the network between. Nothing else ends such a read."""
+        if transfer is None or transfer.step == "send" or not transfer.params:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s) as self._reading[request_id]:
+                yield
+        except TimeoutError as error:
+            raise HandoverFailed(f"KV blocks were not read within {self._timeout_s:g} s") from error
+        finally:
+            self._reading.pop(request_id, None)
+
+    def begun(self, request_id: str, num_tokens: int) -> None:
+        """Note the first output, and how many tokens of the prompt were read."""
+        if num_tokens:
+            self._num_tokens[request_id] = num_tokens
+        if (reading := self._reading.get(request_id)) is not None and not reading.expired():
+            reading.reschedule(None)
+
+    def take(self, request_id: str) -> int:
+        """Return the number of tokens that were read, once."""
+        return self._num_tokens.pop(request_id, 0)
 
 
 def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTransferConfig | None:

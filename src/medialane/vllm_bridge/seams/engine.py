@@ -74,14 +74,14 @@ def num_unfinished_by_rank(llm: AsyncLLM) -> list[int]:
 
 
 def watch_transfers(llm: AsyncLLM, note: Callable[[str, int], None]) -> None:
-    """Call `note`, before the first output of a request for which KV blocks of another engine were read, with the id by
-    which it was made and the number of tokens. To be called before the first request."""
+    """Call `note`, before the first output of a request, with the id by which it was made, and the number of tokens
+    whose KV blocks were read from another engine. To be called before the first request."""
     processor = llm.output_processor
     process_outputs = processor.process_outputs
 
     def process(engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            if (stats := output.prefill_stats) is not None and stats.num_external_cached_tokens:
+            if (stats := output.prefill_stats) is not None:
                 state = processor.request_states.get(output.request_id)
                 if state is not None:
                     note(state.external_req_id, stats.num_external_cached_tokens)
