@@ -3,7 +3,7 @@
 Simulated workers in virtual time (`simulated_cluster`), of a 7B model on one GPU each; a run does not depend on the
 machine. All policies get the same requests: sessions with long prompts of new images, and chats with short ones, at the
 rate that keeps workers that do both 70 % busy. `both`: each worker does all of a request. `split`: some compute all
-prompts, the others generate. `auto`, the default: a prompt is computed where that delays requests least (`routing.cost`).
+prompts, the others generate. `auto`, the default: a prompt is computed where that delays requests least.
 """
 
 from __future__ import annotations

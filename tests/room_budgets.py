@@ -27,7 +27,7 @@ BUDGETS = {
     "vllm_bridge": (13450, 60),
     "cluster": (3650, 13),
     "cli": (5150, 22),
-    "tools": (3800, 20),
+    "tools": (3850, 20),
     "client": (350, 3),
     "testing": (2150, 10),
 }

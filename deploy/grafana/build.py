@@ -590,7 +590,7 @@ ROUTING: Rows = {
         ),
         graph(
             "Prompts computed by other workers",
-            "With workers that only compute prompts (`--prefill`): how many were split, or why not; and the prompt tokens"
+            "With `--prefill`: how many were split, or why not; and the prompt tokens"
             " that were read from such a worker, in thousands.",
             [
                 (rate("medialane_prefills_total", by="outcome"), "{{outcome}}"),

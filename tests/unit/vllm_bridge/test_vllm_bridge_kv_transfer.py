@@ -159,7 +159,7 @@ RECEIVE = KvTransfer("receive", b"{}")
 
 async def test_blocks_that_are_not_read_in_time_fail_the_hand_over():
     transfers = Transfers(timeout_s=0.01)
-    with pytest.raises(HandoverFailed, match="KV blocks were not read within 0.01 s"):
+    with pytest.raises(HandoverFailed, match="KV blocks were not read"):
         async with transfers.in_time("r", RECEIVE):
             await asyncio.Event().wait()
 
