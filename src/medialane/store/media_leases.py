@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.arena import Arena, Pin, Reservation
-from medialane.media import MediaConfig, oriented_size, sniff
+from medialane.media import MediaConfig, is_pdf, needs_probe, oriented_size, sniff
 from medialane.media.http_cache import NOT_KEPT, NameRecords, boot_time
 from medialane.prepare import PreparerPool
 from medialane.store.config import StoreConfig
@@ -49,7 +49,16 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.hashing import owner_salt
-from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, MediaSource, modality_of, source_of
+from medialane.types.media import (
+    MODALITIES,
+    TEXT_TYPE,
+    EncodedMedia,
+    MediaRef,
+    MediaSize,
+    MediaSource,
+    modality_of,
+    source_of,
+)
 from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
 from medialane.types.stats import MediaLeaseStats
 
@@ -268,10 +277,10 @@ class MediaLeases:
         if size is None:
             size = MediaSize()
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
-                if source == "document":
-                    await self._pool.probe_item(entry)
-                else:
+                if source != "document":
                     size = await self._pool.measure(entry)
+                elif needs_probe(encoded.media_type):
+                    await self._pool.probe_item(entry)
         return LeasedMedia(
             media_hash(owner=call.owner, salt=call.salt, content=encoded.content_hash),
             source,
@@ -354,6 +363,8 @@ def _hashes(content: str, owner: str, salt: str) -> set[str]:
 def sniffed(data: memoryview, declared: MediaSource | None, config: MediaConfig) -> tuple[MediaSource, str]:
     """Return the modality and media type of encoded bytes, whose modality may be declared. Raises what `sniff` raises,
     InvalidUpload for bytes that no modality recognises."""
+    if declared == "document" and not is_pdf(data):  # the gateway has looked: a text
+        return declared, TEXT_TYPE
     if declared is not None:
         return declared, sniff(data, declared, config)
     own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes

@@ -34,6 +34,8 @@ Modality = Literal["image", "video", "audio"]
 MediaSource = Literal[Modality, "document"]
 
 PDF_TYPE = "application/pdf"
+#: Of a text that is kept as a file: a document without pages.
+TEXT_TYPE = "text/plain"
 
 
 class Alias(msgspec.Struct, frozen=True):
@@ -92,7 +94,7 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> MediaSource:
-        return "document" if self.media_type == PDF_TYPE else self.modality
+        return "document" if self.media_type in (PDF_TYPE, TEXT_TYPE) else self.modality
 
     @property
     def page(self) -> PageIo | None:
@@ -197,11 +199,13 @@ class DocumentPage(msgspec.Struct, frozen=True):
 
 
 class OpenedDocument(msgspec.Struct, frozen=True):
-    """A document of `num_pages` pages, and the pages that a request wants of it, each once, in ascending order."""
+    """A document of `num_pages` pages, and the pages that a request wants of it, each once, in ascending order; or a
+    file that is a `text`."""
 
     content_hash: str
     num_pages: int
     pages: tuple[DocumentPage, ...]
+    text: str = ""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True):
@@ -219,7 +223,7 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 
 
 def source_of(encoded: EncodedMedia) -> MediaSource:
-    return "document" if encoded.media_type == PDF_TYPE else encoded.modality
+    return "document" if encoded.media_type in (PDF_TYPE, TEXT_TYPE) else encoded.modality
 
 
 #: Of the metadata of a video; with 768 sampled frames there are 6 kB.

@@ -1,6 +1,6 @@
-"""OpenAI's and Anthropic's `/v1/files`: documents and images that a client sends once, and names in the parts of later
-requests by their `file_id`. They are media that the store keeps for clients (`media_endpoint`), with the same bounds
-and end. Intake refuses texts: each request has room for them.
+"""OpenAI's and Anthropic's `/v1/files`: documents, texts and images that a client sends once, and names in the parts of
+later requests by their `file_id`. They are media that the store keeps for clients (`media_endpoint`), with the same
+bounds and end.
 
 An id says what its file is, so that intake knows it without asking. Names and purposes are in the store's memory only:
 when it has been restarted, files are found by their ids but not listed.
@@ -26,7 +26,7 @@ from medialane.runtime.tasks import LoopFairness
 from medialane.store.client import StoreLink
 from medialane.store.messages import MAX_UPLOAD_S, AskLease, LeasesListed, ListLeases, MediaLeased, PutMedia
 from medialane.types.errors import InvalidRequest, UnknownMedia
-from medialane.types.media import PDF_TYPE, MediaRef
+from medialane.types.media import MediaRef
 from medialane.types.media_lease import LeasedMedia, leased_hash, salt_of
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class FilesEndpoint:
 
     async def _send_content(self, scope: Scope, name: str, send: Send) -> None:
         media = await self._ask(scope, name, "find")
-        media_type = PDF_TYPE if media.modality == "document" else None
-        ref = MediaRef("image", "file_id", uploaded(name)[0], media_type=media_type, salt=salt_of(scope["headers"]))
+        url, media_type = uploaded(name)
+        ref = MediaRef("image", "file_id", url, media_type=media_type, salt=salt_of(scope["headers"]))
         data = await self._read(current_scope().owned(ref))
         length = (b"content-length", str(len(data)).encode())
         headers = [(b"content-type", media.media_type.encode()), length, NO_STORE]

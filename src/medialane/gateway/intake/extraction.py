@@ -226,7 +226,7 @@ def with_pages(
         if number not in documents:
             return names[0]
         sent, document = documents[number]
-        written: list[bytes] = []
+        written = sent.form.texts(sent.heading + document.text if document.text else "")
         for page, name in zip(document.pages, names, strict=True):
             text = f"{text}\n" if (text := page.text.strip()) else ""
             written += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)

@@ -193,7 +193,6 @@ class StoreItems:
         found = zip(missing, cast("CachedFound", reply).items, strict=True)
         return [self._holds.add(key, item.hold_id, item.range, item) for key, item in found if item is not None]
 
-
     async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
         """Return a document with the pages that are wanted: the reference to each is `ref` with the document's content
         hash and the page's `io`. Nothing is rendered.
