@@ -91,14 +91,6 @@ class _Record(NamedTuple):
     expires_at: float
 
 
-class _NamedFile(NamedTuple):
-    """What the client has said of a leased file."""
-
-    owner: str
-    name: str
-    purpose: str
-
-
 class _VideoMetadata(msgspec.Struct):
     duration: float = 0.0
 
@@ -107,9 +99,6 @@ class _Leased(NamedTuple):
     record: _Record
     entry: Pin[EncodedMedia]
     timer: asyncio.TimerHandle
-
-
-_NO_FILE = _NamedFile("", "", "")
 
 
 class MediaLeases:
@@ -141,8 +130,8 @@ class MediaLeases:
         self._clock = clock
         self._records = records
         self._leased: dict[str, _Leased] = {}
-        #: Names are too long for the records of the arena's file: they end with this store.
-        self._files: dict[str, _NamedFile] = {}
+        #: What clients have said of files: names are too long for the records of the arena's file.
+        self._files: dict[str, PutMedia] = {}
         self._restore()
 
     @property
@@ -175,12 +164,13 @@ class MediaLeases:
         key = bytes.fromhex(self._store.key(content, call.salt))
         leased = self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
         if call.purpose:
-            self._files[media.hash] = _NamedFile(call.owner, call.name, call.purpose)
+            self._files[media.hash] = call
         return self._shown(self._leased[leased.hash].record)
 
-    def files_of(self, owner: str) -> list[LeasedMedia]:
-        """Return the leases on files that an owner has named."""
-        found = [media for media, file in self._files.items() if file.owner == owner]
+    def files_of(self, owner: str, salt: str) -> list[LeasedMedia]:
+        """Return the leases on files that an owner has named, of those that its requests with this salt may use."""
+        salts = ("", owner_salt(owner, ""), salt)
+        found = [media for media, file in self._files.items() if file.owner == owner and file.salt in salts]
         return [self._shown(self._leased[media].record) for media in found]
 
     def ask(self, call: AskLease) -> LeasedMedia:
@@ -305,8 +295,9 @@ class MediaLeases:
 
     def _shown(self, record: _Record) -> LeasedMedia:
         remaining_s = max(0.0, record.expires_at - self._clock())
-        _, name, purpose = self._files.get(record.media.hash, _NO_FILE)
-        return msgspec.structs.replace(record.media, remaining_s=remaining_s, name=name, purpose=purpose)
+        media = msgspec.structs.replace(record.media, remaining_s=remaining_s)
+        file = self._files.get(media.hash)
+        return media if file is None else msgspec.structs.replace(media, name=file.name, purpose=file.purpose)
 
     def _add(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
         """Lease an entry, or renew the lease on these media. Owns the pin from now on. Raises

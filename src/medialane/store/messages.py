@@ -455,6 +455,7 @@ class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ListLeases(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     owner: str
+    salt: str = ""
 
 
 class LeasesListed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -429,8 +429,8 @@ class StoreSession:
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
                 return MediaLeased(call.call_id, self._items.leases.ask(call))
-            case ListLeases(call_id, owner):
-                return LeasesListed(call_id, self._items.leases.files_of(owner))
+            case ListLeases(call_id, owner, salt):
+                return LeasesListed(call_id, self._items.leases.files_of(owner, salt))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply

@@ -55,7 +55,7 @@ _OFFICE_MAGIC = (b"PK\3\4", b"\xd0\xcf\x11\xe0")
 _MAX_COUNT = 1 << 31
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif", ".bmp")
 #: Between the name of a document and of its page in `MediaRef.param`, as in URLs (RFC 8118).
-_PAGE_MARK = "#page="
+PAGE_MARK = "#page="
 
 
 class PartForm(NamedTuple):
@@ -154,7 +154,8 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef | SentDocument | None, list[Edit]]:
         form = _FORMS[self.kind]
-        part = _part_of(skeleton, self.param, form)
+        path = _path(self.param)
+        part = skeleton.value_at(path[:-1] if form.member else path)
         place = skeleton.locate(part)
         sent = self._document(part) if self.kind == "document" else self._file(part)
         heading = f"{sent.heading}\n" if sent.heading else ""
@@ -220,10 +221,11 @@ def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple
     *path, member = _path(ref.param)
     if member not in ("image_url", "source"):
         return None
-    kind = string_or_none(decode_members(skeleton.value_at(tuple(path))).get("type", ABSENT)) or "image_url"
-    if (form := _FORMS.get(kind)) is None:
+    part = skeleton.value_at(tuple(path))
+    form = _FORMS.get(string_or_none(decode_members(part).get("type", ABSENT)) or "image_url")
+    if form is None:
         return None
-    place = skeleton.locate(skeleton.value_at(tuple(path)))
+    place = skeleton.locate(part)
     max_pixels = msgspec.json.decode(ref.options, type=DocumentOptions).max_pixels
     bare = msgspec.structs.replace(ref, io=b"{}", options=b"{}", alias=None)
     return SentDocument(bare, DocumentOptions(max_pixels=max_pixels), form), [(place.start, place.end, reference)]
@@ -250,24 +252,8 @@ def uploaded(name: str) -> tuple[str, str]:
     return f"{MEDIA_SCHEME}{match[2]}", next((of for of, kind in _ID_KINDS.items() if kind == match[1]), match[1])
 
 
-def page_param(param: str, page: int) -> str:
-    """Return the field of a page, by that of its document."""
-    return f"{param}{_PAGE_MARK}{page}"
-
-
-def page_of(param: str) -> tuple[str, int]:
-    """Return the field of a document, and the number of its page, of a page's field; 0 for any other field."""
-    document, _, number = param.partition(_PAGE_MARK)
-    return document, int(number or 0)
-
-
 def _path(param: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+", param))
-
-
-def _part_of(skeleton: Skeleton, param: str, form: PartForm) -> msgspec.Raw:
-    path = _path(param)
-    return skeleton.value_at(path[:-1] if form.member else path)
 
 
 def _text_edits(part: Located, text: Located, form: PartForm, heading: str) -> list[Edit]:

@@ -80,10 +80,6 @@ def wave_bytes(samples: NDArray[np.float32], sample_rate: int) -> bytes:
 _PIECE_BYTES = 512 * 1024
 
 
-#: Fewer items are found by a message for each, which also prepares what is not cached.
-_MIN_CACHED = 2
-
-
 class _Wanted(NamedTuple):
     """`encoder` is the digest of the encoder whose embedding is preferred; empty if none is."""
 
@@ -186,7 +182,7 @@ class StoreItems:
         wanted = _Wanted(form, options, encoder) if form == "processed" else _Wanted(form)
         keys = {_key(ref, ref.content, wanted): ref for ref in refs if not ref.is_feature}
         missing = {key: ref for key, ref in keys.items() if key is not None and key not in self._holds}
-        if len(missing) < _MIN_CACHED:
+        if len(missing) < 2:  # finding it also makes it
             return []
         asked = [msgspec.structs.replace(ref, data=None) for ref in missing.values()]
         reply = await self._link.call(lambda call_id: FindCached(call_id, asked, form, options, encoder))
