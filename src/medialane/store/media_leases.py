@@ -49,16 +49,7 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.hashing import owner_salt
-from medialane.types.media import (
-    MODALITIES,
-    TEXT_TYPE,
-    EncodedMedia,
-    MediaRef,
-    MediaSize,
-    MediaSource,
-    modality_of,
-    source_of,
-)
+from medialane.types.media import MODALITIES, TEXT_TYPE, EncodedMedia, MediaRef, MediaSize, MediaSource, source_of
 from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
 from medialane.types.stats import MediaLeaseStats
 
@@ -150,7 +141,7 @@ class MediaLeases:
             with reservation:
                 source, media_type = sniffed(reservation.buffer, call.modality, self._media)
                 entry = self._store.publish_as(
-                    reservation, modality=modality_of(source), salt=call.salt, content=content, media_type=media_type
+                    reservation, source, salt=call.salt, content=content, media_type=media_type
                 )
             try:
                 media = await self._described(entry, call)
