@@ -193,8 +193,11 @@ class Items:
 
     def cached(self, ref: MediaRef, form: Form, processing: Processing) -> PinnedItem | None:
         """As `find`, of an item whose content is known, if there is nothing to do for it."""
-        content, made = ref.content or "", processing if form == "processed" else form
-        if made == "encoded" or (pin := self._cached(self._key(ref, made, content), made)) is None:
+        if form == "encoded":
+            return None
+        content = ref.content or ""
+        made: _Made = processing if form == "processed" else form
+        if (pin := self._cached(self._key(ref, made, content), made)) is None:
             return None
         if form == "processed":
             self._remember(ref, processing, content)

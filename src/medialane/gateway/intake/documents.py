@@ -117,6 +117,7 @@ _SOURCES: Mapping[str, tuple[str, _Given]] = {
     "text": ("data", "text"),
     "content": ("content", "text"),
 }
+_NO_SOURCE: tuple[str, _Given] = ("", "data")
 
 
 class _Sent(NamedTuple):
@@ -193,7 +194,7 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
             message = "citations are not supported: leave them out, or set enabled to false"
             raise InvalidRequest(message, param=f"{outer}.citations")
         heading = "\n".join(filter(None, (string_or_none(block.get(name, ABSENT)) for name in ("title", "context"))))
-        name, given = _SOURCES.get(string_or_none(source.get("type", ABSENT)) or "", ("", "data"))
+        name, given = _SOURCES.get(string_or_none(source.get("type", ABSENT)) or "", _NO_SOURCE)
         value = source.get(name, ABSENT)
         if not is_filled(value) and (name != "content" or first_byte(value) != BRACKET):
             message = "a document's source is of type base64, url, text, content or file, with its member"

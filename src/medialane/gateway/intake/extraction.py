@@ -210,9 +210,13 @@ def with_pages(
     documents = {sent.number: (sent, document) for sent, document in zip(found.documents, opened, strict=True)}
     refs: list[MediaRef] = []
     stand_ins: list[bytes] = []  # what the body has in place of each reference
+
+    def next_reference() -> bytes:
+        return f'"{references.text(len(refs))}"'.encode()
+
     for number, ref in enumerate(found.refs):
         if number not in documents:
-            stand_ins.append(b'"%b"' % references.text(len(refs)).encode())
+            stand_ins.append(next_reference())
             refs.append(ref)
             continue
         sent, document = documents[number]
@@ -220,7 +224,7 @@ def with_pages(
         for page in document.pages:
             text = f"{text}\n" if (text := page.text.strip()) else ""
             parts += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
-            parts.append(sent.form.image % b'"%b"' % references.text(len(refs)).encode())
+            parts.append(sent.form.image % next_reference())
             param = f"{ref.param}{PAGE_MARK}{page.number}"
             refs.append(replace(ref, param=param, content=document.content_hash, io=page.io))
         stand_ins.append(b",".join(parts))
