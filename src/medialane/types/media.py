@@ -19,6 +19,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import msgspec
@@ -99,7 +100,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     @property
     def page(self) -> PageIo | None:
         """The page of a document that the item is; None if it is no page."""
-        return msgspec.json.decode(self.io, type=PageIo) if self.source == "document" and self.io != b"{}" else None
+        return _page_of(self.io) if self.source == "document" and self.io != b"{}" else None
 
     def identity(self, content: str) -> tuple[str, bytes]:
         """Return what the keys of the item are made of that has this content hash: content and decoding options. A page
@@ -167,9 +168,11 @@ class PageIo(msgspec.Struct, frozen=True):
     renderer: str
     width: _Count
 
-    def encode(self) -> bytes:
-        """Return the options as canonical JSON."""
-        return msgspec.json.encode(self)
+
+@lru_cache(1024)
+def _page_of(io: bytes) -> PageIo:
+    """Read for each use of a page: several times a request."""
+    return msgspec.json.decode(io, type=PageIo)
 
 
 class DocumentOptions(msgspec.Struct, frozen=True):
