@@ -117,8 +117,9 @@ async def _upload(link, data):
     await link.call(lambda call_id: FindItem(call_id, ref, "encoded", b"{}", len(data)), write)
 
 
-async def test_leased_document_is_taken_over_from_a_store_that_was_killed_without_its_name(config, address):
-    words = [sys.executable, "-m", "medialane", "store", "model", f"--listen={address}", "--stage=url"]
+@pytest.mark.timeout(120)  # two processes start
+async def test_leased_document_is_taken_over_from_a_store_that_was_killed_without_its_name(config, address, tmp_path):
+    words = [sys.executable, "-m", "medialane", "store", str(tmp_path), f"--listen={address}", "--stage=url"]
     words += ["--preparers=1", "--arena-size=64MiB", f"--arena-directory={config.arena.directory}"]
     data = sample_pdf(["first", "second"])
 

@@ -16,16 +16,15 @@ from medialane.observability import RequestTimeline, TimelineReport
 from medialane.prepare import Described
 from medialane.store import (
     AliasResolved,
-    CachedFound,
     ConnectionLost,
     DescribeItem,
-    FindCached,
     ImageSize,
     ItemDescribed,
     ItemFound,
     ResolveAlias,
     SendData,
 )
+from medialane.store.messages import CachedFound, FindCached
 from medialane.types.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.hashing import content_hash, feature_key
