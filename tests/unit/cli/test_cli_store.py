@@ -119,6 +119,7 @@ async def _upload(link, data):
 
 @pytest.mark.timeout(120)  # two processes start
 async def test_leased_document_is_taken_over_from_a_store_that_was_killed_without_its_name(config, address, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     words = [sys.executable, "-m", "medialane", "store", str(tmp_path), f"--listen={address}", "--stage=url"]
     words += ["--preparers=1", "--arena-size=64MiB", f"--arena-directory={config.arena.directory}"]
     data = sample_pdf(["first", "second"])
