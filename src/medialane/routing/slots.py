@@ -41,6 +41,8 @@ _NEWEST: Final = 0.04
 #: New prompts per slot that count as lately; above this scale their tokens are scaled down again.
 _WINDOW: Final = 32
 _MAX_SCALE: Final = 1e100
+#: New tokens, as part of a cache, that tell too little to say which worker evicts more: a gateway of many has sent few.
+_FEW: Final = 0.02
 
 #: Tokens of a step, of engines that do not report how many they compute in one.
 _BATCH_TOKENS: Final = 2048
@@ -313,7 +315,8 @@ class SlotTable:
 
     def _find_reuse(self) -> None:
         new = self.table[_NEW]
-        likely = new / (new + (float(new.sum()) / len(self._by_place) or 1.0))  # 0.5 with as many as the others
+        # 0.5 with as many as the others, once that is more than a few; `_scale` is a whole cache.
+        likely = new / (new + float(new.sum()) / len(self._by_place) + _FEW * self._scale)
         self.reuse = likely - (likely + self.table[_ABSENT]).min()
 
     def _find_block_sizes(self) -> None:
