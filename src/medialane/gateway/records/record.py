@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.gateway.intake.documents import page_of
+from medialane.gateway.intake.documents import PAGE_MARK
 from medialane.gateway.request.handover_paths import HandoverPath
 from medialane.observability.timeline import MAX_STEPS, LiveStep, RequestTimeline
 from medialane.routing import WholeReason
@@ -224,7 +224,7 @@ class RequestRecord:
         found: dict[str, list[ItemRecord]] = {}
         for item in self.items.values() if self.num_documents else ():
             if item.modality == "document":
-                found.setdefault(page_of(item.param)[0], []).append(item)
+                found.setdefault(item.param.partition(PAGE_MARK)[0], []).append(item)
         return found
 
     def finding(self, ref: MediaRef) -> _Finding:

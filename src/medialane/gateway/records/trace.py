@@ -2,7 +2,7 @@
 SDK, by OTLP from a thread of its own, as vLLM does it in the same cluster.
 
     chat {model}                    SERVER; its parent is the client's span
-      medialane.upload, .intake
+      medialane.upload, .intake, .open
       medialane.item                one per media item
         medialane.fetch, .decode, .process, .encode
       medialane.admission, .assemble, .route
