@@ -38,7 +38,7 @@ CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lo
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo docs site-builder test test-all nightly check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu clean
+.PHONY: help venv demo docs site-builder test test-all nightly check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu images clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -125,6 +125,9 @@ test-fresh:     ## `make demo` on empty Debian systems (root, mmdebstrap, the ne
 
 test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
+
+images:         ## the image for CPUs, by docker, podman or buildah (BASE=debian: without a registry; ARGS=gpu: on vLLM's own)
+	deploy/images/build $(ARGS)
 
 bench: $(TESTING) ## all benchmarks; tables on the screen, figures in bench-results/
 	@mkdir -p bench-results

@@ -20,34 +20,8 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/fresh.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 mkdir -p "$out"
 
-# pip.conf of a fresh machine, and beside it the paths of this one that it names.
-configure() {
-  python3 - "$@" << 'PYTHON'
-import subprocess, sys
-from ast import literal_eval
-from pathlib import Path
-from urllib.parse import urlsplit
-
-root, second, extra = Path(sys.argv[1]), sys.argv[2] == "second", sys.argv[3]
-listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
-names = {"index-url", "find-links", "cert", "client-cert", "proxy", "trusted-host", "timeout"} | ({"extra-index-url"} if second else set())
-found = {}
-for section in ("global", "install", ":env:"):
-    for line in listed.splitlines():
-        name, _, quoted = line.partition("=")
-        prefix, _, setting = name.rpartition(".")
-        if prefix == section and setting in names:
-            found[setting] = literal_eval(quoted).split()
-if second:
-    # First: uv takes the first index's file of a version.
-    found["extra-index-url"] = [f"file://{extra}", *found.get("extra-index-url", [])]
-# A folder's index has its files beside it.
-paths = [Path(urlsplit(each).path).parent for each in sum(found.values(), []) if each.startswith("file:")]
-paths += [Path(each) for each in sum(found.values(), []) if each.startswith("/")]
-(root / "etc/pip.conf").write_text("[global]\n" + "".join(f"{name} = {' '.join(each)}\n" for name, each in found.items()))
-(root / "paths").write_text("".join(f"{path}\n" for path in dict.fromkeys(paths) if path.exists()))
-PYTHON
-}
+# pip.conf of a fresh machine, and beside it the paths of this one that it names: ROOT default|second EXTRA
+configure() { python3 deploy/images/pip_conf.py "$1/etc/pip.conf" "$2" "$3" > "$1/paths"; }
 
 # A command of a plain user of the machine in $1, in the clone; with its own processes, shared memory and devices.
 on_machine() {

@@ -34,7 +34,7 @@ MANIFESTS = {
 }
 
 _UNIT = """\
-# Written by deploy/kubernetes/render.py; flags and stop timeout are the chart's.
+# Written by deploy/kubernetes/render.py; flags and stop timeouts of the parts of a host are the chart's.
 [Unit]
 Description={description}
 {unit}After=network-online.target
@@ -47,24 +47,63 @@ Type=notify
 TimeoutStartSec={start}
 ExecReload=/bin/kill -HUP $MAINPID
 User=medialane
-EnvironmentFile=/etc/medialane/medialane.env
-LoadCredential=rpc-secret:/etc/medialane/rpc-secret
-{service}ExecStart=/opt/medialane/bin/medialane {command}
+{settings}{service}ExecStart=/opt/medialane/bin/medialane {command}
 # Status 70: what it needs is lost (a worker's engine); a new process has it again.
 Restart=always
 RestartSec={restart}
 # SIGTERM to the process itself, which drains and then ends its own.
 KillMode=mixed
 TimeoutStopSec={stop}
-NoNewPrivileges=yes
 LimitNOFILE=65536
 
+# Its user writes below /var/lib/medialane, /run/medialane and /dev/shm, and to a /tmp of its own. Preparers have a
+# narrower sandbox inside. Not MemoryDenyWriteExecute: loops are compiled; not RemoveIPC: others map the arena.
+StateDirectory=medialane
+UMask=0077
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+ProtectProc=invisible
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+SystemCallArchitectures=native
+{sandbox}
 [Install]
 WantedBy=multi-user.target
+"""
+#: Of all but `serve`, which has them in its file.
+_SETTINGS = "EnvironmentFile=/etc/medialane/medialane.env\nLoadCredential=rpc-secret:/etc/medialane/rpc-secret\n"
+#: Of processes that need no GPU.
+_NO_DEVICES = """\
+PrivateDevices=yes
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
 """
 _ONLINE = "Wants=network-online.target\n"
 _RUN = "RuntimeDirectory=medialane\nRuntimeDirectoryMode=0700\n"
 UNITS: dict[str, dict[str, Any]] = {
+    "medialane.service": {
+        "description": "medialane serve: store, gateways and workers of this host",
+        "unit": _ONLINE,
+        "settings": "",
+        "service": "LogsDirectory=medialane\nLogsDirectoryMode=0750\n",
+        "command": "serve --config=/etc/medialane/serve.toml",
+        "start": 1800,
+        "restart": 5,
+        # Three times --drain-timeout + 60 s.
+        "stop": 90,
+    },
     "medialane-store.service": {
         "of": ("gateway", "store"),
         "description": "medialane media store",
@@ -72,6 +111,7 @@ UNITS: dict[str, dict[str, Any]] = {
         "service": f"{_RUN}# The socket's folder stays while the store restarts: the gateway looks for it there.\n"
         "RuntimeDirectoryPreserve=restart\n",
         "restart": 1,
+        "sandbox": _NO_DEVICES,
     },
     "medialane-gateway.service": {
         "of": ("gateway", "gateway"),
@@ -80,6 +120,9 @@ UNITS: dict[str, dict[str, Any]] = {
         "Wants=medialane-store.service network-online.target\n",
         "service": "",
         "restart": 1,
+        # It listens on all addresses.
+        "more": ["--keys=/etc/medialane/keys", "--require-api-key"],
+        "sandbox": _NO_DEVICES,
     },
     "medialane-worker@.service": {
         "of": ("worker", "worker-0"),
@@ -101,7 +144,7 @@ _ON_A_HOST = (
     (r"\$\(POD_IP\)", "${ADDRESS}"),
     (r"^--join=.*", "--join=${GATEWAYS}"),
     (r"\$\(POD_NAME\)/0", "%H:%i"),
-    (r"^--metrics-port=8001", "--metrics-port=810%i"),
+    (r"^--metrics-port=8001", "--metrics-port=610%i"),
     (r"/etc/medialane/secret", "%d/rpc-secret"),
 )
 
@@ -139,16 +182,17 @@ def command(args: Sequence[str], more: Sequence[str]) -> Iterator[str]:
 
 
 def unit(name: str) -> str:
-    part = UNITS[name]
+    part = {"settings": _SETTINGS, "notify": "", "sandbox": "", **UNITS[name]}
+    if "command" in part:
+        return _UNIT.format(**part)
     deployment, container = part["of"]
     source = {"gateway": "gateway", "worker": "workers"}[deployment]
     pod = yaml.safe_load(template("--show-only", f"templates/{source}.yaml", *VALUES))["spec"]["template"]["spec"]
     (found,) = [each for each in pod["containers"] if each["name"] == container]
     probe = found["startupProbe"]
     return _UNIT.format(
-        notify=part.get("notify", ""),
+        **part,
         start=probe["periodSeconds"] * probe["failureThreshold"],
-        **{key: part[key] for key in ("description", "unit", "service", "restart")},
         command=" ".join(command(found["args"], part.get("more", ()))),
         stop=pod["terminationGracePeriodSeconds"],
     )

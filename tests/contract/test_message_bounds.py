@@ -84,6 +84,8 @@ EXPLAINED = {
     "Ready.settings": OWN,
     "StoreHello.processor": OWN,
     "StoreHello.holds": HOLDS,
+    "FindCached.refs": ITEMS,
+    "CachedFound.items": ITEMS,
     "HoldEntries.ranges": ITEMS,
     "GrantPulls.ranges": ITEMS,
     "PullEntries.entries": ITEMS,

@@ -24,7 +24,7 @@ def file(data):
 
 
 def as_chat(data):
-    return [file(data)], list(as_images([file(data)]))
+    return [file(data)], as_images([file(data)])
 
 
 def as_responses(data):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 ASK = text("What is in the picture?")
 #: Images of a burst, small ones: the workers encode the ones that the encoder does not.
 #: Their headers are there within a second on a slow machine too: later ones of a burst may be refused.
-NUM_REQUESTS = 100
+NUM_REQUESTS = 50
 STOPPED_S = 5
 
 

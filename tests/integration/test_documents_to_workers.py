@@ -114,6 +114,15 @@ async def test_second_turn_renders_nothing_and_asks_no_preparer(arena, preparers
         assert preparers.stats().num_done == num_done == 4
 
 
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+async def test_second_turn_asks_the_store_twice_for_any_number_of_pages(arena, preparers, worker, stage):
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+        await ask(parts, document())
+        before = parts.store.link.num_calls
+        await ask(parts, document())
+        assert parts.store.link.num_calls - before == 2
+
+
 async def test_only_the_new_page_of_another_edition_is_rendered(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         await ask(parts, document())

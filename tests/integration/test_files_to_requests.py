@@ -196,6 +196,19 @@ async def test_image_is_a_file_as_well(server):
     assert await server.call("GET", f"{FILES}/{file['id']}/content") == (200, png())
 
 
+async def test_text_is_a_file_as_well(server):
+    text = "\ufeffsome täxt".encode()
+    _, file = await server.send(text, "a.txt")
+    assert await server.ask({"file_id": file["id"]}) == (200, {"texts": ["some täxt"], "sizes": [], "cache": "none"})
+    assert (await server.ask({"file_id": file["id"], "filename": "b.md"}))[1]["texts"] == ["b.md\nsome täxt"]
+    assert await server.call("GET", f"{FILES}/{file['id']}/content") == (200, text)
+    assert [each["filename"] for each in (await server.call("GET", FILES))[1]["data"]] == ["a.txt"]
+    for other in ("image", "pdf"):
+        status, error = await server.ask({"file_id": file["id"].replace("text", other)})
+        assert (status, error["error"]["param"]) == (400, "messages[0].content[0].file")
+    assert (await server.ask({"file_id": file["id"]}, tenant="nightly"))[0] == 404
+
+
 async def test_clients_of_anthropics_api_get_its_objects(server):
     api = [(b"anthropic-version", b"2023-06-01")]
     status, file = await server.send(PDF, fields={"expires_in_seconds": 60}, api=api)
@@ -226,7 +239,9 @@ async def test_refused_files_name_the_field(server):
         (PDF, {"colour": "red"}, 400, "colour"),
         (PDF, {"expires_after[seconds]": "soon"}, 400, "expires_after"),
         (b"", {}, 400, "file"),
-        (b"some text", {}, 415, "file"),
+        (b"t\xe4xt", {}, 415, "file"),
+        (b"\xef\xbb\xbf", {}, 400, "file"),
+        (b"a" * 1_100_000, {}, 413, "file"),
         (b"PK\3\4 a spreadsheet", {}, 415, "file"),
         (PDF[:60], {}, 400, None),
     ):

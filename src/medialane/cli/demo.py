@@ -81,7 +81,7 @@ async def compared(
         console.print("1. plain vLLM answers five requests; it is sent the pages of the PDF as images")
         with console.status("it takes about 40 s to start on a CPU"):
             async with plain(model) as server:
-                for_plain = [replace(question, content=list(as_images(question.content))) for question in questions]
+                for_plain = [replace(question, content=as_images(question.content)) for question in questions]
                 expected = await _ask_all(server.base_url, model, for_plain)
         console.print(f"2. medialane answers the same{', and then keeps serving' if keep else ''}")
         async with ours(model) as server:

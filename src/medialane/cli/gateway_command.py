@@ -25,8 +25,7 @@ from medialane.wire.security import check_address
 logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = (
-    "server", "gateway", "store", "media", "arena", "handover", "routing", "rpc", "environment",
-    "logging", "recording", "stop",
+    "server", "gateway", "store", "media", "handover", "routing", "rpc", "environment", "logging", "recording", "stop",
 )  # fmt: skip
 _COMMON = (
     "host", "port", "keys", "require-api-key", "admin-key-file", "drain-timeout", "join-listen", "stage", "transport",
@@ -73,12 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     # Set by it for several models: the socket that the name router sends requests to, instead of a port.
     parser.add_argument("--http-socket", type=Path, metavar="PATH", help=argparse.SUPPRESS)
-    add_settings(parser, SECTIONS, common=_COMMON)
+    add_settings(parser, (*SECTIONS, "arena"), common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
+    # The arena is the store's, which has filled it: that there is room for another is not asked.
     reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     log = configure(

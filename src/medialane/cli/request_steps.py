@@ -23,6 +23,7 @@ from medialane.types.errors import StartupFailed
 TEXTS: Mapping[StepName, str] = {
     "upload": "its header is checked, its body arrives",
     "intake": "media are taken out of the body",
+    "open": "documents are opened: fetched, their pages measured, texts read",
     "admission": "it waits for its turn, or for room in an engine",
     "parse": "vLLM's app checks and converts it",
     "render": "chat template, then token ids",

@@ -35,6 +35,7 @@ from medialane.types.errors import UnsupportedMediaType
 from medialane.types.media import (
     MODALITIES,
     PDF_TYPE,
+    TEXT_TYPE,
     AudioIo,
     Decoded,
     FrameSampler,
@@ -268,7 +269,8 @@ DECODERS: Mapping[Modality, Decoder] = {
         measure=_measure_image,
         magic=(b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM"),
         riff=b"WEBP",
-        sniffed_whole=frozenset({"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp", PIXMAP_TYPE}),
+        sniffed_whole=frozenset({"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp", PIXMAP_TYPE})
+        | {TEXT_TYPE},
     ),
     "video": Decoder(
         sniff=sniff_video,

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -117,8 +118,8 @@ def open_document(data: memoryview, content: str, options: DocumentOptions, conf
                     f"the text of the document's pages has more than {config.max_document_text_bytes} bytes:"
                     " choose fewer pages, or none of their text"
                 )
-            io = PageIo(digests[number], height, number, renderer(), width)
-            pages.append(DocumentPage(number, width, height, text, io.encode()))
+            io = msgspec.json.encode(PageIo(digests[number], height, number, renderer(), width))
+            pages.append(DocumentPage(number, width, height, text, io))
         return OpenedDocument(content, document.num_pages, tuple(pages))
 
 
@@ -140,12 +141,11 @@ def pages_wanted(options: DocumentOptions, num_pages: int, config: MediaConfig) 
         if last - first < most:
             wanted.update(range(first, last + 1))
         if last - first >= most or len(wanted) > most:
-            raise TooManyPages(f"{_how_many(options, num_pages)}, more than {most}: choose some by `pages`")
+            number = (
+                f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
+            )
+            raise TooManyPages(f"{number}, more than {most}: choose some by `pages`")
     return sorted(wanted)
-
-
-def _how_many(options: DocumentOptions, num_pages: int) -> str:
-    return f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
 
 
 def _ranges(pages: str, num_pages: int) -> Iterator[tuple[int, int]]:

@@ -12,8 +12,8 @@ import msgspec
 
 #: In the order in which they begin.
 StepName = Literal[
-    "upload", "intake", "admission", "parse", "render", "store", "fetch", "decode", "process", "assemble", "encode",
-    "route", "handover", "transit", "queue", "prefill", "first_token", "answer", "response",
+    "upload", "intake", "open", "admission", "parse", "render", "store", "fetch", "decode", "process", "assemble",
+    "encode", "route", "handover", "transit", "queue", "prefill", "first_token", "answer", "response",
 ]  # fmt: skip
 #: What a request waits for. While a preparer has an item it is `prepare`, and until the first token, at the worker,
 #: `prefill` (`answer`, if it is not streamed): only their ends distinguish decode from process, and transit and queue

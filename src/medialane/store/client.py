@@ -17,6 +17,7 @@ from typing import Any
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
 from medialane.runtime.tasks import TAKER, Backoff, call_site, first_of
 from medialane.store.messages import (
+    CachedFound,
     CallFailed,
     Cancel,
     EmbeddingFound,
@@ -275,6 +276,8 @@ def _granted(message: Reply | Question) -> dict[int, HeldEntry]:
     match message:
         case ItemFound():
             return {message.hold_id: HeldEntry(message.range)}
+        case CachedFound():
+            return {item.hold_id: HeldEntry(item.range) for item in message.items if item is not None}
         case EmbeddingFound():
             return {message.hold_id: _held_embedding(message)}
         case EntriesHeld():

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Pin, Reservation
 from medialane.media import MediaConfig, sniff
-from medialane.types.media import EncodedMedia, MediaRef, MediaSource, Modality, modality_of, source_of
+from medialane.types.media import EncodedMedia, MediaRef, MediaSource, modality_of, source_of
 from medialane.types.tensor import EMBEDS_TYPE
 
 KIB = 1024
@@ -62,9 +62,7 @@ class EncodedStore:
         """Cache the written bytes, whose hash is `content`. The caller owns the pin, and, if `sniff` raises, still
         the reservation."""
         media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.source, self._config)
-        return self.publish_as(
-            reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
-        )
+        return self.publish_as(reservation, ref.source, salt=ref.salt, content=content, media_type=media_type)
 
     def forget(self, content: str, salt: str) -> None:
         """Evict the entry of this content, unless it is pinned."""
@@ -76,8 +74,8 @@ class EncodedStore:
 
     def keep(self, reservation: Reservation, source: MediaSource, salt: str, content: str) -> None:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
-        media_type, modality = sniff(reservation.buffer, source, self._config), modality_of(source)
-        self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
+        media_type = sniff(reservation.buffer, source, self._config)
+        self.publish_as(reservation, source, salt=salt, content=content, media_type=media_type).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a pin on it."""
@@ -85,10 +83,10 @@ class EncodedStore:
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
 
     def publish_as(
-        self, reservation: Reservation, *, modality: Modality, salt: str, content: str, media_type: str
+        self, reservation: Reservation, source: MediaSource, *, salt: str, content: str, media_type: str
     ) -> Pin[EncodedMedia]:
         """Cache written bytes, whose hash is `content` and whose type is known. The caller owns the pin."""
-        range_ = reservation.range
+        range_, modality = reservation.range, modality_of(source)
         num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
         encoded = EncodedMedia(modality, content, media_type, range_, ENTRY_HEADER_BYTES, num_bytes)
         pin = self._arena.publish(reservation, self.key(content, salt), encoded)

@@ -78,6 +78,9 @@ class HoldCache(Generic[K, V]):
         """Return the number of holds that are retained without a user."""
         return len(self._idle)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._held
+
     def use(self, key: K) -> StoreHold[K, V] | None:
         """Return another hold on the item of `key` if this client holds it. The caller owns it."""
         held = self._held.get(key)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from cachetools import LRUCache
@@ -108,8 +108,8 @@ class Processing(NamedTuple):
     encoder: str = ""
 
 
-#: In place of how a page is processed: it is rendered to an image file, which workers decode in place of the document.
-_AS_FILE = Processing("file", b"{}")
+#: What is made of an item's bytes.
+_Made = Processing | Literal["file", "decoded"]
 
 
 class ItemSource(NamedTuple):
@@ -180,18 +180,28 @@ class Items:
         with naming(ref := source.ref):
             if ref.is_feature:
                 return await self._known(source, processing)
-            if form == "encoded" and ref.page is not None:
-                pinned = await self._find_or_prepare(source, _AS_FILE)
-            elif form == "encoded":
+            if form == "encoded":
                 pinned = await self._probed_bytes(source)
             else:
-                pinned = await self._find_or_prepare(source, processing if form == "processed" else None)
+                pinned = await self._find_or_prepare(source, processing if form == "processed" else form)
             if form == "processed":
                 self._remember(ref, processing, pinned.content_hash)
             # Bind the alias, unless it was all that was sent, now that the content has proved usable.
             if ref.alias is not None and (ref.url is not None or source.upload is not None):
                 self._bind(ref.salt, ref.alias, pinned)
         return pinned
+
+    def cached(self, ref: MediaRef, form: Form, processing: Processing) -> PinnedItem | None:
+        """As `find`, of an item whose content is known, if there is nothing to do for it."""
+        if form == "encoded":
+            return None
+        content = ref.content or ""
+        made: _Made = processing if form == "processed" else form
+        if (pin := self._cached(self._key(ref, made, content), made)) is None:
+            return None
+        if form == "processed":
+            self._remember(ref, processing, content)
+        return PinnedItem(content, pin, is_hit=True)
 
     async def open_document(self, source: ItemSource, options: DocumentOptions) -> OpenedDocument:
         """Return a document with the pages that are wanted. Nothing is rendered; what was opened with these options is
@@ -354,7 +364,7 @@ class Items:
             raise
         return PinnedItem(content, pin, is_hit=False)
 
-    async def _find_or_prepare(self, source: ItemSource, processing: Processing | None) -> PinnedItem:
+    async def _find_or_prepare(self, source: ItemSource, made: _Made) -> PinnedItem:
         """Look up the requested form, and prepare it if it is missing.
 
         If only the content hash of a URL is known, its content may have changed when its bytes are fetched: then the
@@ -363,8 +373,8 @@ class Items:
         need_data, timeline = False, source.timeline
         for _ in range(1 + _MAX_ATTEMPTS):
             content = await self._content(source, need_data=need_data)
-            key = self._key(source.ref, processing, content)
-            if (pin := self._cached(key, processing)) is not None:
+            key = self._key(source.ref, made, content)
+            if (pin := self._cached(key, made)) is not None:
                 timeline.num_hits += 1
                 return PinnedItem(content, pin, is_hit=True)
             encoded = await self._stored(source, content)
@@ -373,17 +383,17 @@ class Items:
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
                     await self._admit(source, encoded.value)
-                    pin = await self._prepare_once(source, content, processing, key)
+                    pin = await self._prepare_once(source, content, made, key)
                 timeline.num_misses += 1  # not before: a caller may try again after ArenaFull
                 return PinnedItem(content, pin, is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
 
-    def _cached(self, key: str, processing: Processing | None) -> Pin[Feature] | None:
-        if processing is None or processing is _AS_FILE:
+    def _cached(self, key: str, made: _Made) -> Pin[Feature] | None:
+        if not isinstance(made, Processing):
             return self._arena.lookup(key, "decoded")
-        if processing.encoder:
-            embedded = self.embeddings.lookup(embedding_key(mm_hash=key, encoder=processing.encoder))
+        if made.encoder:
+            embedded = self.embeddings.lookup(embedding_key(mm_hash=key, encoder=made.encoder))
             if embedded is not None:
                 return embedded
         return self._arena.lookup(key, "processed")
@@ -397,15 +407,15 @@ class Items:
                 return content, pin
         raise ArenaFull(_TOO_SMALL)
 
-    def _key(self, ref: MediaRef, processing: Processing | None, content: str) -> str:
+    def _key(self, ref: MediaRef, made: _Made, content: str) -> str:
         content, io = ref.identity(content)
-        if processing is None:
-            return decoded_key(content=content, io=io, salt=ref.salt)
+        if not isinstance(made, Processing):
+            return decoded_key(content=content, io=io if made == "decoded" else b"file" + io, salt=ref.salt)
         return feature_key(
-            processor=processing.processor,
+            processor=made.processor,
             content=content,
             io=io,
-            options=merged_options(processing.options, ref.options),
+            options=merged_options(made.options, ref.options),
             salt=ref.salt,
         )
 
@@ -462,23 +472,20 @@ class Items:
         if size is not None:
             await source.admit(*size)
 
-    async def _prepare_once(
-        self, source: ItemSource, content: str, processing: Processing | None, key: str
-    ) -> Pin[Feature]:
+    async def _prepare_once(self, source: ItemSource, content: str, made: _Made, key: str) -> Pin[Feature]:
         """Prepare the requested form, which has this `key`, once for all concurrent requests."""
         if (message := self._too_large.get(key)) is not None:
             raise MediaTooLarge(message)
-        work = partial(self._prepare, source.ref, content, processing, key=key, timeline=source.timeline)
+        work = partial(self._prepare, source.ref, content, made, key=key, timeline=source.timeline)
         return await self._preparing.do(key, work)
 
     async def _prepare(
-        self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: RequestTimeline
+        self, ref: MediaRef, content: str, made: _Made, *, key: str, timeline: RequestTimeline
     ) -> Pin[Feature]:
         """Prepare and publish the feature, or the decoded media, under `key`. The caller has a pin on the bytes."""
         with self._held(ref, content) as stored:
-            merged, as_file = None, processing is _AS_FILE
-            if processing is not None and not as_file:
-                merged = merged_options(processing.options, ref.options)
+            merged = merged_options(made.options, ref.options) if isinstance(made, Processing) else None
+            as_file = made == "file"
             try:
                 prepared = await self._pool.prepare_item(stored, merged, key, timeline, io=ref.io, as_file=as_file)
             except MediaTooLarge as error:

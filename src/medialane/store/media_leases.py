@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.arena import Arena, Pin, Reservation
-from medialane.media import MediaConfig, oriented_size, sniff
+from medialane.media import MediaConfig, is_pdf, needs_probe, oriented_size, sniff
 from medialane.media.http_cache import NOT_KEPT, NameRecords, boot_time
 from medialane.prepare import PreparerPool
 from medialane.store.config import StoreConfig
@@ -49,7 +49,7 @@ from medialane.types.errors import (
     to_report,
 )
 from medialane.types.hashing import owner_salt
-from medialane.types.media import MODALITIES, EncodedMedia, MediaRef, MediaSize, MediaSource, modality_of, source_of
+from medialane.types.media import MODALITIES, TEXT_TYPE, EncodedMedia, MediaRef, MediaSize, MediaSource, source_of
 from medialane.types.media_lease import LeasedMedia, TenantShares, leased_hash, media_hash, tenant_of
 from medialane.types.stats import MediaLeaseStats
 
@@ -82,14 +82,6 @@ class _Record(NamedTuple):
     expires_at: float
 
 
-class _NamedFile(NamedTuple):
-    """What the client has said of a leased file."""
-
-    owner: str
-    name: str
-    purpose: str
-
-
 class _VideoMetadata(msgspec.Struct):
     duration: float = 0.0
 
@@ -98,9 +90,6 @@ class _Leased(NamedTuple):
     record: _Record
     entry: Pin[EncodedMedia]
     timer: asyncio.TimerHandle
-
-
-_NO_FILE = _NamedFile("", "", "")
 
 
 class MediaLeases:
@@ -132,8 +121,8 @@ class MediaLeases:
         self._clock = clock
         self._records = records
         self._leased: dict[str, _Leased] = {}
-        #: Names are too long for the records of the arena's file: they end with this store.
-        self._files: dict[str, _NamedFile] = {}
+        #: What clients have said of files: names are too long for the records of the arena's file.
+        self._files: dict[str, PutMedia] = {}
         self._restore()
 
     @property
@@ -152,7 +141,7 @@ class MediaLeases:
             with reservation:
                 source, media_type = sniffed(reservation.buffer, call.modality, self._media)
                 entry = self._store.publish_as(
-                    reservation, modality=modality_of(source), salt=call.salt, content=content, media_type=media_type
+                    reservation, source, salt=call.salt, content=content, media_type=media_type
                 )
             try:
                 media = await self._described(entry, call)
@@ -166,12 +155,13 @@ class MediaLeases:
         key = bytes.fromhex(self._store.key(content, call.salt))
         leased = self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
         if call.purpose:
-            self._files[media.hash] = _NamedFile(call.owner, call.name, call.purpose)
+            self._files[media.hash] = call
         return self._shown(self._leased[leased.hash].record)
 
-    def files_of(self, owner: str) -> list[LeasedMedia]:
-        """Return the leases on files that an owner has named."""
-        found = [media for media, file in self._files.items() if file.owner == owner]
+    def files_of(self, owner: str, salt: str) -> list[LeasedMedia]:
+        """Return the leases on files that an owner has named, of those that its requests with this salt may use."""
+        salts = ("", owner_salt(owner, ""), salt)
+        found = [media for media, file in self._files.items() if file.owner == owner and file.salt in salts]
         return [self._shown(self._leased[media].record) for media in found]
 
     def ask(self, call: AskLease) -> LeasedMedia:
@@ -268,10 +258,10 @@ class MediaLeases:
         if size is None:
             size = MediaSize()
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
-                if source == "document":
-                    await self._pool.probe_item(entry)
-                else:
+                if source != "document":
                     size = await self._pool.measure(entry)
+                elif needs_probe(encoded.media_type):
+                    await self._pool.probe_item(entry)
         return LeasedMedia(
             media_hash(owner=call.owner, salt=call.salt, content=encoded.content_hash),
             source,
@@ -296,8 +286,9 @@ class MediaLeases:
 
     def _shown(self, record: _Record) -> LeasedMedia:
         remaining_s = max(0.0, record.expires_at - self._clock())
-        _, name, purpose = self._files.get(record.media.hash, _NO_FILE)
-        return msgspec.structs.replace(record.media, remaining_s=remaining_s, name=name, purpose=purpose)
+        media = msgspec.structs.replace(record.media, remaining_s=remaining_s)
+        file = self._files.get(media.hash)
+        return media if file is None else msgspec.structs.replace(media, name=file.name, purpose=file.purpose)
 
     def _add(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
         """Lease an entry, or renew the lease on these media. Owns the pin from now on. Raises
@@ -354,6 +345,8 @@ def _hashes(content: str, owner: str, salt: str) -> set[str]:
 def sniffed(data: memoryview, declared: MediaSource | None, config: MediaConfig) -> tuple[MediaSource, str]:
     """Return the modality and media type of encoded bytes, whose modality may be declared. Raises what `sniff` raises,
     InvalidUpload for bytes that no modality recognises."""
+    if declared == "document" and not is_pdf(data):  # the gateway has looked: a text
+        return declared, TEXT_TYPE
     if declared is not None:
         return declared, sniff(data, declared, config)
     own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes

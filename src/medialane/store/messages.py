@@ -104,8 +104,9 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 #: with it and without it understand each other.
 RequestId = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*$")]
 
-#: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
-Form = Literal["encoded", "decoded", "processed"]
+#: The form of an item: its encoded bytes, an image file that is made of it (of a page, whose document workers do not
+#: decode), the decoder's output, or the processor's (its feature).
+Form = Literal["encoded", "file", "decoded", "processed"]
 
 
 class HeldEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +169,17 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     encoder: str = ""
     refers: bool = False
     request_id: RequestId = ""
+
+
+class FindCached(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Those of several items, each as in FindItem and with a content hash, that are cached, at once. Others are then
+    found one by one: each may need bytes, or have to wait."""
+
+    call_id: int
+    refs: list[MediaRef]
+    form: Form
+    options: bytes = b"{}"
+    encoder: str = ""
 
 
 class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -237,6 +249,13 @@ class ItemFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
     timeline: TimelineReport
     feature: Feature | None = None
     encoded: EncodedMedia | None = None
+
+
+class CachedFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """In the order of the references; None for an item that is not cached."""
+
+    call_id: int
+    items: list[ItemFound | None]
 
 
 class DescribeItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -436,6 +455,7 @@ class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ListLeases(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     owner: str
+    salt: str = ""
 
 
 class LeasesListed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -500,9 +520,10 @@ LongCall = (
     | PublishImage
     | PutMedia
 )
-StoreCall = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease | ListLeases
+StoreCall = LongCall | FindCached | ResolveAlias | HoldEntries | GrantPulls | AskLease | ListLeases
 Found = (
     ItemFound
+    | CachedFound
     | ItemDescribed
     | DocumentOpened
     | EmbeddingFound

@@ -143,7 +143,7 @@ class PublishedImages:
         with reservation:
             content = await asyncio.to_thread(content_hash, reservation.buffer)
             self._store.publish_as(
-                reservation, modality="image", salt=ref.salt, content=content, media_type=PIXMAP_TYPE
+                reservation, source="image", salt=ref.salt, content=content, media_type=PIXMAP_TYPE
             ).release()
         self._contents[key] = content
         return content

@@ -25,6 +25,7 @@ from medialane.store.messages import (
     PROTOCOL_VERSION,
     AliasResolved,
     AskLease,
+    CachedFound,
     CallFailed,
     Cancel,
     DescribeItem,
@@ -32,6 +33,7 @@ from medialane.store.messages import (
     EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
+    FindCached,
     FindEmbedding,
     FindFeature,
     FindItem,
@@ -410,8 +412,15 @@ class StoreSession:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease | ListLeases) -> Reply:
+    def _reply_at_once(
+        self, call: FindCached | HoldEntries | GrantPulls | ResolveAlias | AskLease | ListLeases
+    ) -> Reply:
         match call:
+            case FindCached(call_id, refs, form, options, encoder):
+                processing = Processing(self._processor, options, encoder)
+                cached = (self._items.cached(ref, form, processing) for ref in refs)
+                found = (None if item is None else self._found(call_id, item, RequestTimeline()) for item in cached)
+                return CachedFound(call_id, list(found))
             case HoldEntries(call_id, ranges):
                 return EntriesHeld(call_id, [self.use.hold(pin) for pin in self._share(ranges)], ranges)
             case GrantPulls(call_id, ranges):
@@ -420,8 +429,8 @@ class StoreSession:
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
                 return MediaLeased(call.call_id, self._items.leases.ask(call))
-            case ListLeases(call_id, owner):
-                return LeasesListed(call_id, self._items.leases.files_of(owner))
+            case ListLeases(call_id, owner, salt):
+                return LeasesListed(call_id, self._items.leases.files_of(owner, salt))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply
@@ -470,7 +479,7 @@ class StoreSession:
         put = partial(self._items.put, call.ref, call.described, call.specs, receive=receive, writer=self.slot)
         return self._found(call.call_id, await self._with_memory(put), RequestTimeline())
 
-    def _found(self, call_id: int, item: PinnedItem, timeline: RequestTimeline) -> Reply:
+    def _found(self, call_id: int, item: PinnedItem, timeline: RequestTimeline) -> ItemFound:
         value = item.pin.value
         return ItemFound(
             call_id,

@@ -19,6 +19,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import msgspec
@@ -34,6 +35,8 @@ Modality = Literal["image", "video", "audio"]
 MediaSource = Literal[Modality, "document"]
 
 PDF_TYPE = "application/pdf"
+#: Of a text that is kept as a file: a document without pages.
+TEXT_TYPE = "text/plain"
 
 
 class Alias(msgspec.Struct, frozen=True):
@@ -92,12 +95,12 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> MediaSource:
-        return "document" if self.media_type == PDF_TYPE else self.modality
+        return "document" if self.media_type in (PDF_TYPE, TEXT_TYPE) else self.modality
 
     @property
     def page(self) -> PageIo | None:
         """The page of a document that the item is; None if it is no page."""
-        return msgspec.json.decode(self.io, type=PageIo) if self.source == "document" and self.io != b"{}" else None
+        return _page_of(self.io) if self.source == "document" and self.io != b"{}" else None
 
     def identity(self, content: str) -> tuple[str, bytes]:
         """Return what the keys of the item are made of that has this content hash: content and decoding options. A page
@@ -165,9 +168,11 @@ class PageIo(msgspec.Struct, frozen=True):
     renderer: str
     width: _Count
 
-    def encode(self) -> bytes:
-        """Return the options as canonical JSON."""
-        return msgspec.json.encode(self)
+
+@lru_cache(1024)
+def _page_of(io: bytes) -> PageIo:
+    """Read for each use of a page: several times a request."""
+    return msgspec.json.decode(io, type=PageIo)
 
 
 class DocumentOptions(msgspec.Struct, frozen=True):
@@ -197,11 +202,13 @@ class DocumentPage(msgspec.Struct, frozen=True):
 
 
 class OpenedDocument(msgspec.Struct, frozen=True):
-    """A document of `num_pages` pages, and the pages that a request wants of it, each once, in ascending order."""
+    """A document of `num_pages` pages, and the pages that a request wants of it, each once, in ascending order; or a
+    file that is a `text`."""
 
     content_hash: str
     num_pages: int
     pages: tuple[DocumentPage, ...]
+    text: str = ""
 
 
 class EncodedMedia(msgspec.Struct, frozen=True):
@@ -219,7 +226,7 @@ class EncodedMedia(msgspec.Struct, frozen=True):
 
 
 def source_of(encoded: EncodedMedia) -> MediaSource:
-    return "document" if encoded.media_type == PDF_TYPE else encoded.modality
+    return "document" if encoded.media_type in (PDF_TYPE, TEXT_TYPE) else encoded.modality
 
 
 #: Of the metadata of a video; with 768 sampled frames there are 6 kB.

@@ -2,8 +2,8 @@ import argparse
 
 import pytest
 
-from medialane.cli import serve, worker_command
-from medialane.cli.settings import add_settings, given_settings
+from medialane.cli import gateway_command, serve, store, worker_command
+from medialane.cli.settings import Reloading, add_settings, given_settings
 from medialane.config import load_config, settings
 from medialane.types.errors import StartupFailed
 
@@ -19,6 +19,15 @@ def test_every_setting_is_a_flag_of_serve_or_simulated_workers():
     flags = parser().format_help() + parser(["--help-all"]).format_help()
     assert {s.section for s in settings() if s.flag not in flags and not s.is_secret} <= {"simulated"}
     assert {"worker", "simulated"} <= set(worker_command.SECTIONS)
+
+
+@pytest.mark.parametrize("command", [gateway_command, worker_command])
+def test_processes_beside_a_store_need_no_room_for_another_arena(command):
+    args = parser().parse_args(["--arena-size=900TiB"])
+    args.config = None
+    assert Reloading.of(args, command.SECTIONS)
+    with pytest.raises(StartupFailed, match="--shm-size"):
+        Reloading.of(args, store.SECTIONS)
 
 
 def test_help_shows_common_settings_and_all_on_request():

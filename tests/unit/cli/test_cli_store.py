@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fake_nixl import FakeMetadata
 from medialane.arena import kept_arenas, reap
@@ -23,11 +24,13 @@ from medialane.config import Config, load_config
 from medialane.media import MediaConfig
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
-from medialane.testing.sample_media import sample_jpeg
+from medialane.store.messages import ListLeases, OpenDocument, Proceed, PutMedia
+from medialane.testing.sample_media import sample_jpeg, sample_pdf
 from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.types.errors import StartupFailed
 from medialane.types.hashing import content_hash
-from medialane.types.media import MediaRef
+from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
+from medialane.types.media_lease import MEDIA_SCHEME
 from medialane.types.tensor import TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
 from nixl_hosts import fake_mover
@@ -112,6 +115,51 @@ async def _upload(link, data):
 
     ref = MediaRef("image", "image", content=content_hash(data))
     await link.call(lambda call_id: FindItem(call_id, ref, "encoded", b"{}", len(data)), write)
+
+
+@pytest.mark.timeout(120)  # two processes start
+async def test_leased_document_is_taken_over_from_a_store_that_was_killed_without_its_name(config, address, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    words = [sys.executable, "-m", "medialane", "store", str(tmp_path), f"--listen={address}", "--stage=url"]
+    words += ["--preparers=1", "--arena-size=64MiB", f"--arena-directory={config.arena.directory}"]
+    data = sample_pdf(["first", "second"])
+
+    async def write(question):
+        link.payload(question.range)[: len(data)] = data
+        return Proceed(question.call_id, len(data), content_hash(data))
+
+    async def opened():
+        """Open the document by its lease, and render its last page; return its texts, and the names of files."""
+        reply = await link.call(lambda call_id: OpenDocument(call_id, ref, DocumentOptions(dpi=18)))
+        *_, last = reply.document.pages
+        page = replace(ref, content=reply.document.content_hash, io=last.io)
+        found = await link.call(lambda call_id: FindItem(call_id, page, "decoded"), _look)
+        assert (found.feature.size.width, found.feature.size.height) == (last.width, last.height)
+        listed = await link.call(lambda call_id: ListLeases(call_id, "owner"))
+        return [page.text for page in reply.document.pages], [file.name for file in listed.media]
+
+    process = await asyncio.create_subprocess_exec(*words)
+    link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=60, writable=True)
+    running = asyncio.create_task(link.run())
+    try:
+        await asyncio.wait_for(link.ready(), 60)
+        file = PutMedia(0, "owner", "", len(data), 30, modality="document", name="paper.pdf", purpose="user_data")
+        leased = (await link.call(lambda call_id: replace(file, call_id=call_id), write)).media
+        assert (leased.modality, leased.media_type, leased.name) == ("document", PDF_TYPE, "paper.pdf")
+        ref = MediaRef("image", "p", url=f"{MEDIA_SCHEME}{leased.hash}", media_type=PDF_TYPE, owner="owner")
+        assert await opened() == (["first", "second"], ["paper.pdf"])
+        process.kill()
+        await process.wait()
+        process = await asyncio.create_subprocess_exec(*words)
+        assert await opened() == (["first", "second"], [])
+    finally:
+        process.terminate()
+        running.cancel()
+        await asyncio.wait([running, asyncio.create_task(process.wait())])
+
+
+async def _look(_question) -> None:
+    pass
 
 
 async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, capsys):

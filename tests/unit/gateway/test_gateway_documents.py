@@ -191,6 +191,7 @@ async def test_a_document_becomes_its_pages_in_the_form_of_the_api(form):
     assert [each.io for each in request.refs] == [b'{"page":1}', b'{"page":2}']
     assert all((each.url or each.data, each.media_type) == (given, PDF_TYPE) for each in request.refs)
     assert all(each.content for each in request.refs)
+    assert "open;dur=" in dict(request.sent[0]["headers"])[b"server-timing"].decode()
 
 
 async def test_large_numbers_reach_the_store_as_what_it_can_read():

@@ -142,7 +142,7 @@ def test_files_that_are_kept_are_documents_and_images(data, source):
     assert (ref.source, ref.data) == (source, data)
 
 
-@pytest.mark.parametrize("data", [b"a text", b"RIFF\0\0\0\0WAVEfmt \0", b"PK\3\4"])
+@pytest.mark.parametrize("data", [b"a \xe4 text", b"RIFF\0\0\0\0WAVEfmt \0", b"PK\3\4"])
 def test_other_files_are_not_kept(data):
     body = file(b"file", data) + b"--b0--\r\n"
     with pytest.raises(UnsupportedMediaType) as raised:

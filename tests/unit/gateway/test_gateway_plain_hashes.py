@@ -42,6 +42,9 @@ class Features:
     async def count_sent(self, ref, budget):
         """Not counted here."""
 
+    async def hold_cached(self, refs, form, options, *, encoder):
+        return []
+
     async def encoded(self, ref, options, timeline, budget):
         self.asked.append(("encoded", ref.param))
         pin = self._entry("encoded", ref, lambda found: EncodedMedia(ref.modality, "c", "video/mp4", found, 64, 22))

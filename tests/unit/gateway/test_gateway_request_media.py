@@ -26,6 +26,9 @@ class Source:
     async def count_sent(self, ref, budget):
         """These images have no header."""
 
+    async def hold_cached(self, refs, form, options, *, encoder):
+        return []
+
     async def resolve(self, ref):
         return ref
 

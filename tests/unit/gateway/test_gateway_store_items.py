@@ -24,6 +24,7 @@ from medialane.store import (
     ResolveAlias,
     SendData,
 )
+from medialane.store.messages import CachedFound, FindCached
 from medialane.types.errors import MediaTooLarge, PromptTooLong, ProtocolViolation
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.hashing import content_hash, feature_key
@@ -440,3 +441,20 @@ async def test_content_of_a_url_is_what_the_store_says(link, features):
 async def test_item_whose_header_has_content_is_not_described(link, features):
     link.reply = ItemDescribed(7, "hash", None)
     assert await describe(features, sent()) is None
+
+
+async def test_cached_items_are_found_by_one_message_and_used_without_another(link, fairness):
+    features, timeline = await retaining(link, fairness), RequestTimeline()
+    known = [MediaRef("image", f"{PARAM}{n}", content=f"{n}" * 64) for n in range(3)]
+    named = MediaRef("image", PARAM, content="f" * 64, is_feature=True)
+    link.reply = CachedFound(7, [found(), None, found()])
+    held = await features.hold_cached([*known, sent(), named], "processed", b"{}", encoder="e")
+    (call,) = link.calls
+    assert (call, len(held)) == (FindCached(7, known, "processed", b"{}", "e"), 2)
+    link.reply = found()
+    items = [await features.processed(ref, b"{}", timeline, Budget(), encoder="e") for ref in known]
+    assert [type(call).__name__ for call in link.calls] == ["FindCached", "FindItem"]
+    assert [item.is_hit for item in items] == [True] * 3
+    assert await features.hold_cached(known, "processed", b"{}", encoder="e") == []
+    assert await features.hold_cached(known[:1], "decoded", b"{}", encoder="") == []
+    assert len(link.calls) == 2

@@ -217,9 +217,9 @@ def test_page_is_not_rendered_beyond_the_limits_of_images_or_by_another_release(
     data = page()
     (io,) = ios(opened(data))
     with pytest.raises(ImageTooLarge):
-        rendered(data, msgspec.structs.replace(io, width=100_000).encode())
+        rendered(data, msgspec.json.encode(msgspec.structs.replace(io, width=100_000)))
     with pytest.raises(Unavailable):
-        rendered(data, msgspec.structs.replace(io, renderer="pdfium-1").encode())
+        rendered(data, msgspec.json.encode(msgspec.structs.replace(io, renderer="pdfium-1")))
     with pytest.raises(UnsupportedMediaType, match="send it as a document"):
         decode(memoryview(data), "image", media_type=PDF_TYPE, io=b"{}", config=MediaConfig(), sampler=None)
 

@@ -1,6 +1,6 @@
-"""OpenAI's and Anthropic's `/v1/files`: documents and images that a client sends once, and names in the parts of later
-requests by their `file_id`. They are media that the store keeps for clients (`media_endpoint`), with the same bounds
-and end. Intake refuses texts: each request has room for them.
+"""OpenAI's and Anthropic's `/v1/files`: documents, texts and images that a client sends once, and names in the parts of
+later requests by their `file_id`. They are media that the store keeps for clients (`media_endpoint`), with the same
+bounds and end.
 
 An id says what its file is, so that intake knows it without asking. Names and purposes are in the store's memory only:
 when it has been restarted, files are found by their ids but not listed.
@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 
 from medialane.gateway.http.access import FILES_PATH
-from medialane.gateway.http.media_endpoint import PIECE_BYTES, put_media
+from medialane.gateway.http.media_endpoint import PIECE_BYTES, ask_lease, asking, put_media
 from medialane.gateway.http.responses import NO_STORE, header, is_anthropic, query_fields, send_response
 from medialane.gateway.intake import read_upload
 from medialane.gateway.intake.documents import file_id, uploaded
 from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.tasks import LoopFairness
 from medialane.store.client import StoreLink
-from medialane.store.messages import MAX_UPLOAD_S, AskLease, LeasesListed, ListLeases, MediaLeased, PutMedia
+from medialane.store.messages import MAX_UPLOAD_S, LeasesListed, ListLeases, PutMedia
 from medialane.types.errors import InvalidRequest, UnknownMedia
-from medialane.types.media import PDF_TYPE, MediaRef
+from medialane.types.media import MediaRef
 from medialane.types.media_lease import LeasedMedia, leased_hash, salt_of
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class FilesEndpoint:
         return await put_media(self._link, declared, piece, self._fairness)
 
     async def _listed(self, scope: Scope, query: Mapping[str, str]) -> dict[str, Any]:
-        limit, owner = query.get("limit", str(_MAX_LISTED)), current_scope().owner
+        limit = query.get("limit", str(_MAX_LISTED))
         if not limit.isdecimal() or not 0 < int(limit) <= _MAX_LISTED:
             raise InvalidRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
-        listed = cast("LeasesListed", await self._link.call(lambda call_id: ListLeases(call_id, owner))).media
+        listed = cast("LeasesListed", await self._link.call(lambda call_id: ListLeases(call_id, *asking(scope)))).media
         found = [media for media in listed if query.get("purpose") in (None, media.purpose)]
         found.sort(key=lambda media: media.created_at, reverse=query.get("order") != "asc")
         names = [file_id(media) for media in found]
@@ -133,8 +133,8 @@ class FilesEndpoint:
 
     async def _send_content(self, scope: Scope, name: str, send: Send) -> None:
         media = await self._ask(scope, name, "find")
-        media_type = PDF_TYPE if media.modality == "document" else None
-        ref = MediaRef("image", "file_id", uploaded(name)[0], media_type=media_type, salt=salt_of(scope["headers"]))
+        url, media_type = uploaded(name)
+        ref = MediaRef("image", "file_id", url, media_type=media_type, salt=salt_of(scope["headers"]))
         data = await self._read(current_scope().owned(ref))
         length = (b"content-length", str(len(data)).encode())
         headers = [(b"content-type", media.media_type.encode()), length, NO_STORE]
@@ -146,13 +146,10 @@ class FilesEndpoint:
                 await send(piece)
 
     async def _ask(self, scope: Scope, name: str, action: Literal["find", "end"]) -> LeasedMedia:
-        request, media = current_scope(), leased_hash(uploaded(name)[0])
-        salt = request.salt(salt_of(scope["headers"])) or ""
         try:
-            reply = await self._link.call(lambda call_id: AskLease(call_id, request.owner, media, action, salt=salt))
+            return await ask_lease(self._link, scope, leased_hash(uploaded(name)[0]), action=action, ttl_s=None)
         except UnknownMedia as error:
             raise UnknownMedia(f"there is no file {name}, or it has expired", param="file_id") from error
-        return cast("MediaLeased", reply).media
 
 
 def _shown(scope: Scope, media: LeasedMedia) -> dict[str, Any]:

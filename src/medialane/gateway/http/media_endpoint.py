@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 
-_ACTIONS: Final[Mapping[str, Literal["find", "renew", "end"]]] = {
+_Action = Literal["find", "renew", "end"]
+_ACTIONS: Final[Mapping[str, _Action]] = {
     "GET": "find", "HEAD": "find", "POST": "renew", "DELETE": "end"
 }  # fmt: skip
 
@@ -86,16 +87,11 @@ class MediaEndpoint:
         return await self._shown(await put_media(self._link, declared, receive, self._fairness))
 
     async def _ask(self, scope: Scope) -> Mapping[str, object]:
-        request, action, media = current_scope(), _ACTIONS[scope["method"]], scope["path_params"]["hash"]
+        action, media = _ACTIONS[scope["method"]], scope["path_params"]["hash"]
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
         ttl_s = _ttl(query_fields(scope["query_string"], ("ttl",) if action == "renew" else ()))
-        salt = request.salt(salt_of(scope["headers"])) or ""
-
-        def ask(call_id: int) -> AskLease:
-            return AskLease(call_id, request.owner, media, action, ttl_s, salt)
-
-        leased = cast("MediaLeased", await self._link.call(ask)).media
+        leased = await ask_lease(self._link, scope, media, action=action, ttl_s=ttl_s)
         return {"hash": media, "deleted": True} if action == "end" else await self._shown(leased)
 
     def _declared(self, scope: Scope, request: RequestScope) -> PutMedia:
@@ -144,6 +140,19 @@ async def put_media(link: StoreLink, declared: PutMedia, receive: Receive, fairn
 
     with current_scope().timeline.measure("fetch"):
         return cast("MediaLeased", await link.call(put, upload.write)).media
+
+
+def asking(scope: Scope) -> tuple[str, str]:
+    """Return owner and salt of what the current request may use."""
+    request = current_scope()
+    return request.owner, request.salt(salt_of(scope["headers"])) or ""
+
+
+async def ask_lease(link: StoreLink, scope: Scope, media: str, *, action: _Action, ttl_s: float | None) -> LeasedMedia:
+    """Find, renew or end a lease of the current request's owner. Raises UnknownMedia, InvalidRequest."""
+    owner, salt = asking(scope)
+    reply = await link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s, salt))
+    return cast("MediaLeased", reply).media
 
 
 class _Upload:

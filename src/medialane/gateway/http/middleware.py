@@ -321,7 +321,7 @@ class IntakeMiddleware:
         if self._open_document is None:
             message = "documents are not supported by this server: its model takes no images"
             raise InvalidRequest(message, param=intake.refs[intake.documents[0].number].param)
-        with request.timeline.measure("store"), _ending_with_client(receive, request):
+        with request.timeline.measure("open"), _ending_with_client(receive, request):
             opened = await gather_or_cancel(
                 [self._open_document(intake.refs[sent.number], sent.options) for sent in intake.documents]
             )

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -21,7 +21,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.documents import SentDocument, document_image, kept_type, page_param
+from medialane.gateway.intake.documents import PAGE_MARK, SentDocument, document_image, kept_type
 from medialane.gateway.intake.limits import REPLACED_SURROGATES, check_counts, make_strict_json, scan_json
 from medialane.gateway.intake.places import References
 from medialane.gateway.intake.search import Place, decode_body, media_places, priority_of
@@ -206,34 +206,30 @@ def with_pages(
     """Return what was extracted with the pages of its documents, opened in the same order, in place of each.
 
     Raises TooManyMediaItems, and BodyTooLarge for a body that is too large with their texts; each names a document."""
+    _check_num_pages(found, opened, config)
     documents = {sent.number: (sent, document) for sent, document in zip(found.documents, opened, strict=True)}
-    counts = [len(documents[n][1].pages) if n in documents else 1 for n in range(len(found.refs))]
-    _check_num_pages(found, counts, config)
-    first = list(accumulate(counts, initial=0))
     refs: list[MediaRef] = []
+    stand_ins: list[bytes] = []  # what the body has in place of each reference
+
+    def next_reference() -> bytes:
+        return f'"{references.text(len(refs))}"'.encode()
+
     for number, ref in enumerate(found.refs):
         if number not in documents:
+            stand_ins.append(next_reference())
             refs.append(ref)
             continue
-        document = documents[number][1]
-        for page in document.pages:
-            param = page_param(ref.param, page.number)
-            refs.append(replace(ref, param=param, content=document.content_hash, io=page.io))
-
-    def parts(match: re.Match[bytes]) -> bytes:
-        number = int(match[1])
-        names = [f'"{references.text(n)}"'.encode() for n in range(first[number], first[number] + counts[number])]
-        if number not in documents:
-            return names[0]
         sent, document = documents[number]
-        written: list[bytes] = []
-        for page, name in zip(document.pages, names, strict=True):
+        parts = sent.form.texts(sent.heading + document.text if document.text else "")
+        for page in document.pages:
             text = f"{text}\n" if (text := page.text.strip()) else ""
-            written += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
-            written.append(sent.form.image % name)
-        return b",".join(written)
-
-    body = re.sub(rb'"%b(\d+)"' % re.escape(references.prefix.encode()), parts, found.body)
+            parts += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
+            parts.append(sent.form.image % next_reference())
+            param = f"{ref.param}{PAGE_MARK}{page.number}"
+            refs.append(replace(ref, param=param, content=document.content_hash, io=page.io))
+        stand_ins.append(b",".join(parts))
+    pattern = rb'"%b(\d+)"' % re.escape(references.prefix.encode())
+    body = re.sub(pattern, lambda match: stand_ins[int(match[1])], found.body)
     if len(body) > limits.max_text_bytes:
         message = f"the request body has {len(body)} bytes with the texts of its documents, more than"
         param = found.refs[found.documents[0].number].param
@@ -241,19 +237,20 @@ def with_pages(
     return replace(found, refs=tuple(refs), body=body, documents=(), prompts=())
 
 
-def _check_num_pages(found: ExtractedMedia, counts: Sequence[int], config: MediaConfig) -> None:
+def _check_num_pages(found: ExtractedMedia, opened: Sequence[OpenedDocument], config: MediaConfig) -> None:
     """Raise TooManyMediaItems if a prompt has too many pages of documents, or the request too many items."""
-    of_prompt: Counter[int] = Counter()
-    for sent in found.documents:
+    of_prompt, num_items = Counter[int](), len(found.refs) - len(opened)
+    for sent, document in zip(found.documents, opened, strict=True):
         prompt, param = found.prompts[sent.number], found.refs[sent.number].param
-        of_prompt[prompt] += counts[sent.number]
+        of_prompt[prompt] += len(document.pages)
+        num_items += len(document.pages)
         if of_prompt[prompt] > config.max_document_pages:
             message = f"the documents have {of_prompt[prompt]} pages, more than {config.max_document_pages}"
             raise TooManyMediaItems(f"{message}: ask for fewer of their `pages`", param=param)
-        if sum(counts) > config.max_batch_items:
-            message = f"with all pages of documents the request has {sum(counts)} media items"
-            message = f"{message}, more than {config.max_batch_items}: ask for fewer of their `pages`"
-            raise TooManyMediaItems(message, param=param)
+    if num_items > config.max_batch_items:
+        message = f"with all pages of documents the request has {num_items} media items"
+        message = f"{message}, more than {config.max_batch_items}: ask for fewer of their `pages`"
+        raise TooManyMediaItems(message, param=param)
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:

@@ -227,16 +227,25 @@ _Item = TypeVar("_Item", bound=msgspec.Struct)
 
 
 def decode_item(value: msgspec.Raw, decoder: msgspec.json.Decoder[_Item], param: str) -> _Item:
-    """Decode the object of a media item as a struct that forbids unknown fields, its fields raw. Raises InvalidRequest
-    naming an unknown key, and the exceptions in UNREADABLE."""
+    """Decode the object of a media item as a struct that forbids unknown fields, its fields raw. Raises as
+    `known_members`."""
     try:
         return decoder.decode(value)
-    except msgspec.ValidationError as error:
-        names: tuple[str, ...] = decoder.type.__struct_fields__
-        key = next((key for key in decode_members(value) if key not in names), "")[:_MAX_KEY_CHARS]
+    except msgspec.ValidationError:
+        known_members(value, decoder.type.__struct_fields__, param)
+        raise
+
+
+def known_members(value: msgspec.Raw, names: Sequence[str], param: str) -> dict[str, msgspec.Raw]:
+    """Return the members of the object of a media item. Raises InvalidRequest naming a key that is not one of `names`,
+    and the exceptions in UNREADABLE."""
+    members = decode_members(value)
+    for unknown in members.keys() - set(names):
+        key = unknown[:_MAX_KEY_CHARS]
         close = get_close_matches(key, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(names)}"
-        raise InvalidRequest(f"unknown key {key} of a media item: {hint}", param=f"{param}.{key}") from error
+        raise InvalidRequest(f"unknown key {key} of a media item: {hint}", param=f"{param}.{key}")
+    return members
 
 
 def read_options(given: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:

@@ -5,7 +5,7 @@
 export const PARTS = [
   {name: 'upload', title: 'Upload', steps: ['upload', 'intake', 'admission'], text: 'The body is read and checked, and the request admitted.'},
   {name: 'render', title: 'Render', steps: ['parse', 'render'], text: 'vLLM’s app checks the request, applies the chat template and makes the tokens of the prompt.'},
-  {name: 'store', title: 'Store', steps: ['store'], text: 'Media wait for messages of the store or for a free preparer.'},
+  {name: 'store', title: 'Store', steps: ['open', 'store'], text: 'Media wait for messages of the store or for a free preparer.'},
   {name: 'fetch', title: 'Fetch', steps: ['fetch'], text: 'Media are looked up in the cache, or fetched from their URL.'},
   {name: 'decode', title: 'Decode', steps: ['decode'], text: 'New media are decoded to pixels or samples, in a sandbox.'},
   {name: 'process', title: 'Process', steps: ['process', 'prepare'], text: 'The model’s processor makes tensors of them, once per host.'},

@@ -18,6 +18,7 @@ from medialane.gateway.admission import Admission, Queues, SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.intake import placeholder_field
+from medialane.gateway.intake.documents import text_of
 from medialane.gateway.intake.places import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
 from medialane.gateway.request.handover_paths import Transports
@@ -59,6 +60,7 @@ from medialane.types.media import (
     BEST_STAGE,
     RAW_STAGE,
     STAGES,
+    TEXT_TYPE,
     DocumentOptions,
     MediaRef,
     OpenedDocument,
@@ -177,6 +179,9 @@ class AppBackend:
     @while_connected
     async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
         """Return a document of the current request with its pages. Raises MedialaneError, which names its field."""
+        if ref.media_type == TEXT_TYPE:
+            with naming(ref):
+                return OpenedDocument("", 0, (), text_of(bytes(await self.read(ref))))
         self._admission.admit(current_scope())
         if not options.dpi and not options.max_pixels:  # more pixels would be rendered to be thrown away
             cost = await self._assembly.image_cost(_LARGE_PAGE, b"{}")

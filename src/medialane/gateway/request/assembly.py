@@ -96,7 +96,7 @@ def _runs_on_loop(prompt: MediaPrompt, features: tuple[Feature, ...]) -> bool:
 
 
 class ImageBudget:
-    """The images of one request, by their fields and decoding options, as far as their sizes are known yet."""
+    """The images of one request, by their fields, as far as their sizes are known yet."""
 
     def __init__(self, assembly: Assembly, options: bytes, preparation: Preparation | None = None) -> None:
         """`options` are the request's; an item's own are added. With a `preparation`, items that are not cached wait
@@ -105,15 +105,15 @@ class ImageBudget:
         self._preparation = preparation
         self._options = options
         self._num_tokens = 0
-        #: By item and form, the bytes of an image's pixels, and the fewest of its tensors.
-        self._images: dict[tuple[str, bytes], dict[str, int]] = {}
+        #: By field and form, the bytes of an image's pixels, and the fewest of its tensors.
+        self._images: dict[str, dict[str, int]] = {}
 
     def has_counted(self, ref: MediaRef) -> bool:
-        return (ref.param, ref.io) in self._images
+        return ref.param in self._images
 
     def num_bytes(self, ref: MediaRef, form: str) -> int:
         """Return the fewest bytes of the image once it is `decoded` or `processed`; 0 if unknown."""
-        return self._images.get((ref.param, ref.io), {}).get(form, 0)
+        return self._images.get(ref.param, {}).get(form, 0)
 
     def missing(self) -> None:
         """Note that an item is not cached, before it is prepared or its file is copied. Raises MustWait."""
@@ -132,7 +132,7 @@ class ImageBudget:
         """
         if self.has_counted(ref):
             return
-        num_bytes = self._images[ref.param, ref.io] = {"decoded": width * height * 3}
+        num_bytes = self._images[ref.param] = {"decoded": width * height * 3}
         cost = await self._assembly.image_cost((width, height), merged_options(self._options, ref.options))
         if cost is None:
             return

@@ -18,6 +18,7 @@ from medialane.media import MediaConfig, sniff_image
 from medialane.media.data_url import PIXMAP_TYPE
 from medialane.observability.timeline import RequestTimeline
 from medialane.runtime.tasks import LoopFairness, gather_or_cancel
+from medialane.store.messages import Form
 from medialane.types.errors import HandoverFailed, InvalidRequest, MedialaneError
 from medialane.types.feature import Feature, MediaPrompt, PreparedPrompt, StagedItem
 from medialane.types.hashing import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
@@ -120,9 +121,14 @@ class RequestMedia:
         sends, budget = STAGES[stage].sends, self._budget()
         for ref in self.source.items:
             await self.store_items.count_sent(ref, budget)
-        return await gather_or_cancel([self._found(sends, ref, budget) for ref in self.source.items])
+        held = await self.store_items.hold_cached(self.source.items, sends, self.source.options, encoder=self.encoder)
+        try:
+            return await gather_or_cancel([self._found(sends, ref, budget) for ref in self.source.items])
+        finally:
+            for hold in held:
+                hold.release()
 
-    async def _found(self, sends: str, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    async def _found(self, sends: Form, ref: MediaRef, budget: ImageBudget) -> StagedItem:
         """Look up an item, or have it prepared, in the form that a stage sends."""
         store_items, options = self.store_items, self.source.options
         with self.scope.record.finding(ref) as timeline:

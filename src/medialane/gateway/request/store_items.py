@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, cast
 
@@ -25,8 +25,10 @@ from medialane.store.client import StoreLink
 from medialane.store.holds import HoldCache, StoreHold
 from medialane.store.messages import (
     AliasResolved,
+    CachedFound,
     DescribeItem,
     DocumentOpened,
+    FindCached,
     FindItem,
     Form,
     ImagePublished,
@@ -170,6 +172,23 @@ class StoreItems:
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _staged(ref, hold, hold.value.feature)
 
+    async def hold_cached(
+        self, refs: Sequence[MediaRef], form: Form, options: bytes, *, encoder: str
+    ) -> list[StoreHold[_Key, ItemFound]]:
+        """Return holds on items whose content is known and that are cached, by one message: finding them needs no other
+        while these are held. `form` is what a stage sends."""
+        if form == "encoded":  # only of pages there is an image file: other bytes may have to be checked
+            form, refs = "file", [ref for ref in refs if ref.page is not None]
+        wanted = _Wanted(form, options, encoder) if form == "processed" else _Wanted(form)
+        keys = {_key(ref, ref.content, wanted): ref for ref in refs if not ref.is_feature}
+        missing = {key: ref for key, ref in keys.items() if key is not None and key not in self._holds}
+        if len(missing) < 2:  # finding it also makes it
+            return []
+        asked = [msgspec.structs.replace(ref, data=None) for ref in missing.values()]
+        reply = await self._link.call(lambda call_id: FindCached(call_id, asked, form, options, encoder))
+        found = zip(missing, cast("CachedFound", reply).items, strict=True)
+        return [self._holds.add(key, item.hold_id, item.range, item) for key, item in found if item is not None]
+
     async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
         """Return a document with the pages that are wanted: the reference to each is `ref` with the document's content
         hash and the page's `io`. Nothing is rendered.
@@ -269,9 +288,9 @@ class StoreItems:
 
         An image of a URL is counted in `budget`.
         """
-        hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
+        hold = await self._find(ref, _Wanted("encoded" if ref.page is None else "file"), timeline, budget)
         content = hold.value.content_hash
-        if ref.page is not None and (file := hold.value.feature) is not None:
+        if (file := hold.value.feature) is not None:
             feature = msgspec.structs.replace(file, mm_hash=self.key(ref, options, content=content), size=MediaSize())
             return StagedItem(ref, feature, hold, media_type="image/png", content_hash=content)
         if (encoded := hold.value.encoded) is None:

@@ -9,7 +9,7 @@ import base64
 import contextlib
 import io
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -86,25 +86,23 @@ def document(seed: int, num_pages: int, **options: Any) -> Part:
 
 def without_documents(request: CaseRequest) -> CaseRequest:
     """Return a request for plain vLLM, which takes no documents: it is sent the text and the image of each page."""
-    messages = (request.body or {}).get("messages", ())
-    if not any(part["type"] == "file" for message in messages for part in _content(message)):
-        return request
-    sent = [{**message, "content": list(as_images(_content(message)))} for message in messages]
-    return replace(request, body={**(request.body or {}), "messages": sent})
+    return replace(request, body=as_images(request.body))
 
 
-def _content(message: Mapping[str, Any]) -> list[Part]:
-    content = message["content"]
-    return content if isinstance(content, list) else [text(content)]
+def as_images(sent: Any) -> Any:
+    """Return JSON with the texts and images of their pages in place of documents, which are parts in lists."""
+    if isinstance(sent, Mapping):
+        return {name: as_images(value) for name, value in sent.items()}
+    if not isinstance(sent, list):
+        return sent
+    return [each for part in sent for each in _without_document(part)]
 
 
-def as_images(parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield the parts of a message with the texts and images of its documents' pages."""
-    for part in parts:
-        if part["type"] == "file":
-            yield from _pages(part["file"])
-        else:
-            yield part
+def _without_document(part: Any) -> Iterator[Any]:
+    if isinstance(part, Mapping) and part.get("type") == "file":
+        yield from _pages(part["file"])
+    else:
+        yield as_images(part)
 
 
 def _pages(file: Mapping[str, Any]) -> Iterator[Part]:

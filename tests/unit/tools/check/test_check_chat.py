@@ -5,8 +5,9 @@ import json
 import pytest
 
 from medialane.tools.check import Answer
-from medialane.tools.check.kinds import CHAT
-from medialane.tools.check.media import without_documents
+from medialane.tools.check.case import CaseRequest
+from medialane.tools.check.kinds import CHAT, KINDS
+from medialane.tools.check.media import document, without_documents
 
 EVERYTHING = {"image": 4, "video": 1, "audio": 2}
 
@@ -62,6 +63,25 @@ def test_plain_vllm_is_sent_the_pages_of_a_document():
         None,
         question["text"],
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_requests_of_every_kind_without_documents_are_sent_as_they_are(kind):
+    limits = EVERYTHING if kind.ask else {}
+    for case in kind.cases(limits):
+        if not case.name.startswith("document"):
+            request = case.make()
+            assert without_documents(request) == request, case.name
+
+
+def test_plain_vllm_is_sent_the_pages_of_a_document_wherever_it_stands():
+    words, message = {"type": "text", "text": "a"}, {"role": "user", "content": [document(1, 1)]}
+    for body in ({"messages": [[message], [message]]}, {"input": [message]}, {"documents": [message, "a"]}):
+        sent = without_documents(CaseRequest("/", body)).body
+        assert str(sent).count("data:image/png") == str(body).count("file_data")
+    others = {"messages": [{"role": "tool", "content": None}, {"role": "user", "content": "a"}, {"role": "user"}]}
+    assert without_documents(CaseRequest("/", others)).body == others
+    assert without_documents(CaseRequest("/", {"prompt": [[1, 2]], "messages": [words]})).body["prompt"] == [[1, 2]]
 
 
 def chunk(text, token, **more):
