@@ -16,14 +16,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.observability import Metrics
-from medialane.routing import Router, RoutingConfig, RoutingRequest
+from medialane.routing import RoutedRequest, Router, RoutingConfig, RoutingRequest
 from medialane.testing.fake_worker import FakeLink
 from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
@@ -31,7 +31,7 @@ from medialane.testing.simulated.scheduler import SimulatedStep
 from medialane.testing.simulated.sequence import SimulatedItem, SimulatedSequence
 from medialane.types.feature import PlaceholderRange
 from medialane.types.kv_blocks import KvChange, KvEventBatch, prompt_block_ids
-from medialane.types.request import ModelCard, WorkerLoad
+from medialane.types.request import ModelCard, WorkerLoad, WorkerRole
 from medialane.wire import FrameReader, RpcConfig, decode_from_worker
 from medialane.worker.block_table import BlockReports
 from medialane.worker.reports import PendingWorkRelay, SessionReports
@@ -92,7 +92,8 @@ class Outcome:
 
 class SimulatedCluster:
     """Gateways with a router each, and workers. `seed` selects the gateways of requests; `media` is where items are
-    encoded on each host; workers and gateways are distributed over hosts in turn."""
+    encoded on each host; workers and gateways are distributed over hosts in turn. `roles` are the workers', all of them
+    `worker` if there are none."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class SimulatedCluster:
         seed: int = 1,
         meter: TrafficMeter | None = None,
         media: MediaPath | Sequence[MediaPath] | None = None,
+        roles: Sequence[WorkerRole] = (),
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.hosts = [Host(path) for path in (media if isinstance(media, Sequence) else [media])]
@@ -117,8 +119,9 @@ class SimulatedCluster:
         self._spread = spread
         self._next_turns: dict[str, Iterator[Turn]] = {}
         self._random = random.Random(seed)
-        card = simulated_card(simulated, "m")
-        self.workers = [_Worker(self, number, card) for number in range(num_workers)]
+        of_workers: Sequence[WorkerRole] = roles or ["worker" for _ in range(num_workers)]
+        cards = [simulated_card(simulated, "m", role) for role in of_workers]
+        self.workers = [_Worker(self, number, card) for number, card in enumerate(cards)]
         self.gateways = [_Gateway(self, config, number, seed + number) for number in range(num_gateways)]
 
     def run(self, turns: list[Turn]) -> Outcome:
@@ -286,22 +289,39 @@ class _Gateway:
             session_id=turn.session,
         )
         started = time.thread_time()
-        routed = self.router.pick(request)
-        link, worker = self._links[routed.worker_id]
-        route = Route(link, link.client, routed, PromptPrefix([]), None)
-        sent = _Request(turn, arrived_s, route, link)
-        self.host.hand_over(turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
-        self._routes.begin(sent.route, turn.session)
+        split = self.router.pick_split(request)
+        sent = self._request(turn, arrived_s, split.routed)
+        if split.prefill is None:
+            self._hand_over(sent)
+        else:
+            self._routes.begin(sent.route, turn.session, is_sent=False)
+            received = replace(sent, is_received=True)
+            prefill = self._request(turn, arrived_s, split.prefill)
+            self._hand_over(replace(prefill, then=lambda: self._hand_over(received)))
         if self._cluster.meter is not None:
             self._cluster.meter.decisions_s.append(time.thread_time() - started)
+
+    def _request(self, turn: Turn, arrived_s: float, routed: RoutedRequest) -> _Request:
+        link, _worker = self._links[routed.worker_id]
+        return _Request(turn, arrived_s, Route(link, link.client, routed, PromptPrefix([]), None), link)
+
+    def _hand_over(self, sent: _Request) -> None:
+        link, worker = self._links[sent.link.name]
+        self.host.hand_over(sent.turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
+        self._routes.begin(sent.route, sent.turn.session)
 
 
 @dataclass(frozen=True)
 class _Request:
+    """With `then`, the worker only computes the prompt, and that is called at the gateway; if it `is_received`, another
+    one has computed it."""
+
     turn: Turn
     arrived_s: float
     route: Route
     link: _Link
+    then: Callable[[], object] | None = None
+    is_received: bool = False
 
 
 class _Worker:
@@ -348,10 +368,18 @@ class _Worker:
             turn.session,
             turn.token_ids,
             block_size=self._cluster.simulated.block_size,
-            max_tokens=turn.num_answer_tokens,
+            max_tokens=turn.num_answer_tokens if request.then is None else 1,
             items=items,
         )
         self._requests[sequence] = request
+        if request.is_received:
+            sequence.num_received = sequence.num_prompt_tokens - 1
+            transfer_s = sequence.num_received * self._cluster.simulated.transfer_token_ms * 1e-3
+            self._cluster.loop.call_later(transfer_s, self._schedule, sequence)
+        else:
+            self._schedule(sequence)
+
+    def _schedule(self, sequence: SimulatedSequence) -> None:
         self._scheduler.add(sequence)
         self.relay.load_changed()
         if not self._stepping:
@@ -388,19 +416,24 @@ class _Worker:
         request, outcome = self._requests[sequence], self._cluster.outcome
         self.host.media.computed(self.number, request.turn.media)
         num_cached = sequence.num_cached_tokens or 0
-        if request.arrived_s >= outcome.began_s:
+        if request.arrived_s >= outcome.began_s and request.then is None:
             outcome.ttft_s.append(self._cluster.loop.time() + self._cluster.hop_s - request.arrived_s)
             outcome.num_tokens += sequence.num_prompt_tokens
             outcome.num_cached += num_cached
             media = request.turn.media
             outcome.num_embeds += sum({s.mm_hash: s.length for s in media}.values())
             outcome.num_needed += sum({s.mm_hash: s.length for s in media if s.end > num_cached}.values())
-        request.link.to_gateway.send(lambda: request.route.routed.prefilled(num_cached))
+        num_own = num_cached - sequence.num_transferred
+        request.link.to_gateway.send(lambda: request.route.routed.prefilled(num_own))
 
     def _finished(self, sequence: SimulatedSequence) -> None:
         request = self._requests.pop(sequence)
         del self._token_s[sequence]
         request.link.to_gateway.send(request.route.routed.release)
+        if request.then is not None:
+            request.link.to_gateway.send(request.then)
+            self.relay.load_changed()
+            return
         self._cluster.num_unfinished -= 1
         self.relay.load_changed()
         self._cluster.finished(request.turn.session)

@@ -106,6 +106,26 @@ class EmbeddingMemory(Protocol):
         ...
 
 
+class KvBlocks:
+    """What fake engines keep for each other: `kept`, by the parameters that they give, the prompt and its items."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self.num_sent = 0
+        #: Whether reading them fails: the reader then computes the prompt.
+        self.is_broken = False
+
+    def keep(self, inputs: bytes) -> bytes:
+        self.num_sent += 1
+        params = b'{"number": %d}' % self.num_sent
+        self.kept[params] = inputs
+        return params
+
+    def read(self, params: bytes, inputs: bytes) -> bool:
+        """Return whether the blocks of these inputs were read, and so are kept no longer."""
+        return self.kept.pop(params, None) == inputs and not self.is_broken
+
+
 class FakeEngine:
     """Outputs token ids derived from all ids before them and the bytes of the features, one delta each.
 
@@ -114,7 +134,8 @@ class FakeEngine:
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
     whose tensors it may read, `num_requests` all that it has accepted. Prompts stay in its KV cache. `attaches` is the
-    result of `attach_arena`.
+    result of `attach_arena`. With `kv_blocks`, engines that have the same ones transfer prompts: `num_computed` are
+    prompt tokens that were neither cached nor transferred, an encoder runs for no item that was transferred.
     Administrative calls are recorded in `calls` and only change the state that calls can query. `die` makes it fail
     like a lost engine, `stall` hang.
     """
@@ -127,8 +148,11 @@ class FakeEngine:
         release_s: float = 0.0,
         encode_s: float = 0.0,
         memory: EmbeddingMemory | None = None,
+        kv_blocks: KvBlocks | None = None,
     ) -> None:
         self.card = card
+        self.num_computed = 0
+        self.kv_blocks = kv_blocks or KvBlocks()
         self.num_encoded = 0
         self.num_loaded = 0
         self.encode_s = encode_s
@@ -190,15 +214,33 @@ class FakeEngine:
         tensors: Sequence[Sequence[memoryview]],
         embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
+        transfer = request.kv_transfer
+        if transfer is not None and transfer.step == "release":
+            self.kv_blocks.kept.pop(transfer.params, None)
+            yield OutputDelta(request.request_id, [], finished=True)
+            return
         params = _params(request)
         self._check(request, tensors)
         num_cached = self._prefill(request)
+        num_tokens = len(request.prompt.token_ids) + len(request.generated)
+        inputs, num_transferred = msgspec.msgpack.encode((request.prompt.token_ids, request.generated)), 0
+        if transfer is not None and transfer.step == "receive" and self.kv_blocks.read(transfer.params, inputs):
+            num_transferred = num_tokens - 1 - num_cached
+        self.num_computed += num_tokens - num_cached - num_transferred
         self.num_requests += 1
         self.num_reading += 1
         preceding, unsent = list(request.generated), list[OutputDelta]()
         first_at = 0.0
         try:
-            await self._encode(request, tensors, embeddings)
+            if not num_transferred:
+                await self._encode(request, tensors, embeddings)
+            if transfer is not None and transfer.step == "send":
+                await asyncio.sleep(params.token_s)  # time: as an engine takes
+                await self._steps.wait()
+                self._check_alive()
+                sent = _delta(request, 0, 0, num_cached, finished=True)
+                yield msgspec.structs.replace(sent, kv_params=self.kv_blocks.keep(inputs))
+                return
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)  # time: as an engine takes
                 await self._steps.wait()
@@ -213,7 +255,10 @@ class FakeEngine:
                 token = int(content_hash(inputs)[:8], 16) % VOCABULARY
                 preceding.append(token)
                 first_at = first_at or time.monotonic()
-                unsent.append(_delta(request, number, token, num_cached, finished=finished))
+                delta = _delta(request, number, token, num_cached + num_transferred, finished=finished)
+                unsent.append(
+                    msgspec.structs.replace(delta, num_transferred_tokens=num_transferred) if number == 0 else delta
+                )
                 if params.streams or finished:
                     yield _at_once(unsent, time.monotonic() - first_at)
                     unsent.clear()

@@ -65,6 +65,7 @@ def _count_all(metrics: Metrics) -> None:
     metrics.copied_requests.labels("tcp").inc()
     metrics.migrations.labels("code", "outcome").inc()
     metrics.worker_losses.labels("w").inc()
+    metrics.prefills.labels("split").inc()
     metrics.prompt_tokens.labels("all").inc()
     metrics.media_items.labels("image", "cached").inc()
     metrics.document_pages.labels("hit").inc()

@@ -71,7 +71,7 @@ OWNERS = {
     "torch": ("vllm_bridge/", "testing/tiny_model.py", "client/tensors.py"),
     "transformers": ("vllm_bridge/", "testing/tiny_model.py"),
     "tokenizers": ("vllm_bridge/", "testing/tiny_model.py"),
-    "nixl": ("transfer/nixl/nixl_agent.py",),
+    "nixl": ("transfer/nixl/nixl_agent.py", "vllm_bridge/seams/kv_transfer.py"),
     "ray": ("cluster/ray/ray_cluster.py",),
     # Machine code for the scan of bodies; half a second to import: only gateways load it.
     "numba": ("gateway/intake/native_json.py", "vllm_bridge/learned/processor_factory.py"),
@@ -169,7 +169,7 @@ BRIDGE = SRC / "vllm_bridge"
 #: models, with the types in its signatures. Everything else goes through `vllm_bridge.seams` and is in its table.
 PUBLIC = {
     "vllm": {"config", "envs"},
-    "vllm.config": {"KVEventsConfig", "ModelConfig", "VllmConfig"},
+    "vllm.config": {"KVEventsConfig", "KVTransferConfig", "ModelConfig", "VllmConfig"},
     "vllm.engine.arg_utils": {"AsyncEngineArgs"},
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.exceptions": {

@@ -589,6 +589,15 @@ ROUTING: Rows = {
             ],
         ),
         graph(
+            "Prompts computed by other workers",
+            "With `--prefill`: how many were split, or why not; and the prompt tokens"
+            " that were read from such a worker, in thousands.",
+            [
+                (rate("medialane_prefills_total", by="outcome"), "{{outcome}}"),
+                (rate("medialane_prompt_tokens_total", 'kind="transferred"') + " / 1000", "1000 tokens"),
+            ],
+        ),
+        graph(
             "Index",
             "KV blocks of all workers, distinct ones, and media items in encoder caches.",
             [

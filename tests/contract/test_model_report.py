@@ -31,12 +31,15 @@ FLAGS = ["--max-model-len=4096", "--enforce-eager"]
                     predicts_image_tokens=True,
                 ),
                 "no_embeddings": "",
+                "connector": "NixlConnector",
+                "not_split": "",
             },
         ),
         (["--video-pruning-rate=0.5"], {"no_embeddings": "the tokens of videos are pruned (--video-pruning-rate)"}),
+        (["--runner=pooling"], {"not_split": "--role prefill is not possible: a pooling model generates nothing"}),
         (["--language-model-only"], {"media": None, "no_embeddings": "--language-model-only is set"}),
     ],
-    ids=["all", "pruned", "text"],
+    ids=["all", "pruned", "pooling", "text"],
 )
 def test_profile_and_embeddings_follow_from_model_and_flags(tiny_model, flags, expected):
     found = msgspec.structs.asdict(model_report(str(tiny_model), [*FLAGS, *flags]))

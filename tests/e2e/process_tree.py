@@ -84,6 +84,19 @@ def removed_arenas_of(pid: int) -> set[Path]:
     return _mapped_files(pid, ".arena (deleted)")
 
 
+def resident_bytes_of_arenas(pid: int) -> int:
+    """How much of its arenas the process has read, or the kernel has mapped around that."""
+    num_bytes, is_arena = 0, False
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if line.endswith(".arena"):
+                is_arena = True
+            elif line.startswith("Rss:") and is_arena:
+                num_bytes += int(line.split()[1]) << 10
+                is_arena = False
+    return num_bytes
+
+
 def shared_memory_of(pid: int) -> set[str]:
     """The names of the files in /dev/shm that the process has mapped or open."""
     found = {str(path) for path in _mapped_files(pid, "")}

@@ -186,13 +186,48 @@ def notes(*values):
 
 def test_notes_say_which_keys_are_missing():
     api, admin = "gateway.apiKeysSecret=keys", "gateway.adminKeySecret=admin"
-    assert "WARNING: no API key is set (gateway.apiKeysSecret)" in notes()
+    assert "WARNING: NO API KEY IS SET (gateway.apiKeysSecret, gateway.createApiKey)" in notes()
     assert "drain workers" in notes()
     assert "drain workers" not in notes(admin)
     assert "WARNING" in notes(admin)
     assert "WARNING" not in notes(api)
+    assert "WARNING" not in notes("gateway.createApiKey=true")
     assert "No admin key is set" in notes(api)
     assert "key is set" not in notes(api, admin)
+
+
+def rendered(*words):
+    done = subprocess.run(
+        [program("helm"), "template", "site", str(CHART), *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+@pytest.mark.parametrize(
+    ("file", "asked"), [("values.yaml", "4 GPUs, 30 CPUs and 176 GiB"), ("small.yaml", "1 GPU, 5 CPUs and 26 GiB")]
+)
+def test_values_say_what_their_pods_ask_for(file, asked):
+    objects = rendered("--values", str(CHART / file))
+    gpus = cpus = memory = 0
+    for deployment in of_kind(objects, "Deployment").values():
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            replicas, resources = deployment["spec"]["replicas"], container["resources"]
+            gpus += replicas * int(resources["limits"].get("nvidia.com/gpu", 0))
+            cpus += replicas * int(resources["requests"]["cpu"])
+            memory += replicas * int(resources["requests"]["memory"].removesuffix("Gi"))
+    assert f"{gpus} GPU{'s' * (gpus > 1)}, {cpus} CPUs and {memory} GiB" == asked
+    assert asked in (CHART / file).read_text()
+    for found in objects:
+        kubernetes_validate.validate(found, RELEASES[-1], strict=True)
+
+
+def test_chart_makes_an_api_key_on_request():
+    objects = rendered("--set", "gateway.createApiKey=true")
+    (secret,) = [each for name, each in of_kind(objects, "Secret").items() if name.endswith("api-keys")]
+    assert len(secret["stringData"]["api-keys"]) == 48
+    env = {each["name"]: each for each in containers(objects)["gateway", "gateway"]["env"]}
+    assert env["MEDIALANE_API_KEYS"]["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 _COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")
 
+#: Settings of `medialane serve` with which each prompt is computed by another worker than the answer's.
+_SPLIT = {"prefill": "1", "decode": "1", "prefill-at": "prefill"}
+
 _EPILOG = """\
 Starts plain vLLM, sends it a matrix of requests, stops it; then the same with `medialane serve` and one worker. The
 matrix fits the model: the endpoints that plain vLLM has for it (chat, transcription, translation, embeddings, scores);
@@ -77,6 +80,7 @@ examples:
   medialane check ./model --only video --only audio      # some cases
   medialane check ./model --tensors      # what a trainer needs to know of the pixels
   medialane check ./model --stage decoded                # any setting of `medialane serve`
+  medialane check ./model --prefill-decode               # two engines beside each other, and KV blocks between them
   medialane check ./model --at-once -- --gpu-memory-utilization 0.45    # saves time where both fit"""
 
 
@@ -103,13 +107,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="accept logprobs that differ by up to X where all token ids are equal (default 0)",
     )
+    parser.add_argument(
+        "--prefill-decode",
+        action="store_true",
+        help="one worker computes all prompts, and another one continues them (--prefill 1 --decode 1)",
+    )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs in this folder")
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the model; 0 if no answer differs from plain vLLM's, 1 if one does. Raises StartupFailed."""
-    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    given = given_settings(args) | (_SPLIT if args.prefill_decode else {})
+    config = load_config(given, file=args.config, sections=SECTIONS)
     _check(args, config)
     check_start(args.model, args.vllm_args, process_environ())
     with logs_folder(args.logs) as logs:
@@ -134,8 +144,10 @@ def _check(args: argparse.Namespace, config: Config) -> None:
         raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
     if not args.tolerance >= 0:
         raise StartupFailed("--tolerance must not be negative")
-    if args.tensors and (args.quick or args.at_once or args.tolerance):
-        raise StartupFailed("--tensors starts no server: leave out --quick, --at-once and --tolerance")
+    if args.tensors and (args.quick or args.at_once or args.tolerance or args.prefill_decode):
+        raise StartupFailed(
+            "--tensors starts no server: leave out --quick, --at-once, --tolerance and --prefill-decode"
+        )
     if has_flag(args.vllm_args, "--disable-fastapi-docs"):
         raise StartupFailed("the check asks plain vLLM for its routes: leave out --disable-fastapi-docs")
     _check_words(args.only, tensors=args.tensors)
@@ -154,7 +166,7 @@ def _check_words(words: Sequence[str], *, tensors: bool) -> None:
 
 def _setup(args: argparse.Namespace, config: Config, logs: Path) -> CheckSetup:
     return CheckSetup(
-        **launch_settings(args, config, logs, num_workers=2 if args.at_once else 1),
+        **launch_settings(args, config, logs, num_workers=len(config.cluster.roles) + args.at_once),
         only=args.only,
         essential=args.quick,
         at_once=args.at_once,

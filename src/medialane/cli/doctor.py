@@ -235,6 +235,8 @@ def model_findings(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, 
     if isinstance(report, Finding):
         yield "model", report
         return
+    split = report["not_split"] or f"by other workers, if there are any (--prefill), with {report['connector']}"
+    yield "prefill", Finding("ok", split)
     media = report["media"]
     if media is None:
         yield "model", Finding("ok", f"{report['architecture']}: it takes no media")

@@ -79,7 +79,14 @@ def run(args: argparse.Namespace) -> int:
 def without_workers(config: Config) -> Config:
     """Return the configuration of a server that renders only."""
     cluster = msgspec.structs.replace(
-        config.cluster, num_workers=0, num_encoders=0, encoder_gpu_share=0.0, ray=False, gateway_nodes="head"
+        config.cluster,
+        num_workers=0,
+        num_prefill=0,
+        num_decode=0,
+        num_encoders=0,
+        encoder_gpu_share=0.0,
+        ray=False,
+        gateway_nodes="head",
     )
     gateway = msgspec.structs.replace(config.gateway, render_only=True, join_listen="")
     return local.with_port(msgspec.structs.replace(config, cluster=cluster, gateway=gateway))

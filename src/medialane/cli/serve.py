@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "host", "port", "keys", "require-api-key", "admin-key-file",
+    "workers", "prefill", "decode", "host", "port", "keys", "require-api-key", "admin-key-file",
     "allow-media-network", "allow-media-domain", "allowed-local-media-path", "drain-timeout",
     "gateways", "preparers", "encoders", "arena-size", "log-level", "log-dir", "log-format", "access-log", "record",
     "single-gpu", "encoder-gpu-share", "stage", "transport", "router", "keep-arena", "metrics-port",
@@ -83,6 +83,7 @@ examples:
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
   medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 3 --encoders 1       # 4 GPUs; new media do not hold up the tokens of others
+  medialane serve ./model --prefill 1 --decode 2         # 3 GPUs; long prompts do not hold up the tokens of others
   VLLM_API_KEY=$(cat key) medialane serve ./model --workers 2 --single-gpu -- --served-model-name vision
   medialane serve --config models.toml       # several models behind one port: a table [models.NAME] for each
 
@@ -230,10 +231,7 @@ def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[Mod
     if not groups:
         return announce(config, args.model, args.vllm_args, needs_key=needs_key)
     url = local.base_url(config, args.vllm_args)
-    names = "".join(
-        f"\n  {', '.join(group.served_names)}: {_counted(group.config.cluster.num_workers, 'worker')}"
-        for group in groups
-    )
+    names = "".join(f"\n  {', '.join(group.served_names)}: {_counted_workers(group.config)}" for group in groups)
     page = f"\n\nWhat they do: {url}/medialane/" if config.gateway.page else ""
     served = f"medialane serves {len(groups)} models at {_address(url)}"
     return f"\n{served}\n{names}{page}\n\nCtrl-C stops it."
@@ -388,7 +386,7 @@ def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key:
     if needs_key:
         words += ["-H", "Authorization: Bearer <your API key>"]
     command = shlex.join([*words, "-d", json.dumps(body)])
-    workers = _counted(config.cluster.num_workers, "worker")
+    workers = _counted_workers(config)
     if config.cluster.num_encoders:
         workers += f" and {_counted(config.cluster.num_encoders, 'encoder')}"
     page = f"\n\nWhat it does: {url}/medialane/" if config.gateway.page else ""
@@ -398,6 +396,13 @@ def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key:
 
 def _address(url: str) -> str:
     return f"{url} (base_url of OpenAI clients: {url}/v1)"
+
+
+def _counted_workers(config: Config) -> str:
+    cluster = config.cluster
+    if cluster.num_decode:
+        return f"{cluster.num_prefill} prefill and {_counted(cluster.num_decode, 'decode worker')}"
+    return _counted(cluster.num_workers, "worker")
 
 
 def _counted(number: int, noun: str) -> str:

@@ -276,7 +276,7 @@ class GatewayState(msgspec.Struct, frozen=True):
         return [self._host(name) for name in dict.fromkeys(worker.host for worker in self.workers)]
 
     def _host(self, name: str) -> Host:
-        of_host = (worker for worker in self.workers if worker.host == name and worker.role == "worker")
+        of_host = (worker for worker in self.workers if worker.host == name and worker.role != "encoder")
         workers = {worker.name: worker.ready for worker in of_host}
         transports = {link.transport for link in self.links if link.worker in workers and link.transport}
         store = " or ".join(sorted(_STORES[transport] for transport in transports))

@@ -8,9 +8,10 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 from typing import NoReturn, get_args
@@ -33,7 +34,7 @@ from medialane.testing.simulated.engine import addresses_of
 from medialane.types.errors import StartupFailed
 from medialane.types.request import WorkerRole
 from medialane.vllm_bridge.seams import probe
-from medialane.wire.address import parse_unix
+from medialane.wire.address import TcpAddress, parse_unix
 from medialane.wire.listener import check_listen, has_listener
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--role",
         choices=get_args(WorkerRole),
         default="worker",
-        help="encoder: only encode media, without a language model, and keep the embeddings in this host's store, from"
-        " which workers load them; for gateways and workers of the same host (default worker)",
+        help="prefill: only compute prompts, which workers with the role decode read from it and continue; by NIXL, or"
+        " vLLM's --kv-transfer-config. encoder: only encode media, without a language model, and keep the embeddings in"
+        " this host's store, from which workers load them; for gateways and workers of the same host (default worker:"
+        " all of it)",
     )
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # set by `medialane serve`, for the title
     add_source(parser)
@@ -138,6 +141,7 @@ def _run_vllm(reloading: Reloading, args: argparse.Namespace) -> int:
         max_sampled_frames=config.media.max_sampled_frames,
         encode_cache=config.worker.encode_cache,
         role=args.role,
+        host=_own_address(config.worker.gateways()),
     )
     directory = config.arena.directory
 
@@ -220,6 +224,18 @@ def _check_encoder(config: Config, args: argparse.Namespace) -> None:
         raise StartupFailed("--role encoder is for --engine vllm")
 
 
+def _own_address(gateways: Sequence[TcpAddress]) -> str:
+    """Return this host's address on the way to the gateways that are joined; empty if that is not known, or there are
+    none. No packet is sent."""
+    for gateway in gateways:
+        with suppress(OSError):
+            kind, *_, address = socket.getaddrinfo(gateway.host, gateway.port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(kind, socket.SOCK_DGRAM) as probing:
+                probing.connect(address)
+                return str(probing.getsockname()[0])
+    return ""
+
+
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
@@ -239,6 +255,7 @@ def _run_simulated(reloading: Reloading, args: argparse.Namespace) -> int:
                 config.rpc,
                 model=args.model,
                 listen=args.listen,
+                role=args.role,
                 arena_directory=config.arena.directory,
                 host_arena=host_arena,
                 gateways=config.worker.gateways(),

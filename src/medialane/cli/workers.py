@@ -134,7 +134,7 @@ async def _drain_one(gateway: GatewayAdmin, name: str, *, returns: bool) -> None
     started = time.monotonic()
     workers = await gateway.workers()
     run = (await gateway.drain(name)).run
-    if not any(each.state == "ready" and each.name != name and each.role == "worker" for each in workers):
+    if not any(each.state == "ready" and each.name != name and each.role != "encoder" for each in workers):
         print(f"{name} is the only worker that is ready: until it is back, requests wait or fail", flush=True)
     shown = ""
     while True:

@@ -26,6 +26,7 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
+from medialane.types.request import ENCODER
 from medialane.wire.address import consecutive_ports, format_tcp
 from medialane.wire.listener import bind_http, check_listen, check_port
 from medialane.wire.security import Security, check_address
@@ -35,6 +36,7 @@ from medialane.worker.config import WorkerConfig
 _GATEWAY_STOP_S = 20.0
 #: It has nothing to finish.
 _WARM_STOP_S = 2.0
+_SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _RUN_PREFIX = "medialane-run-"
 #: Of `command`, before the flags: NAME MODEL after the interpreter.
 _NUM_COMMAND_WORDS = len(INTERPRETER) + 2
@@ -84,7 +86,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
     bind_http(config.server.host, config.server.port).close()
     if config.gateway.join_listen:
         check_join_listen(config, cluster.resolved_num_gateways(usable_cores()))
-    elif not (cluster.num_workers or config.gateway.render_only):
+    elif not (cluster.roles or config.gateway.render_only):
         raise StartupFailed("--workers 0: workers must be able to join: --join-listen HOST:PORT")
     if config.store.peer_listen:
         check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
@@ -186,7 +188,7 @@ def process_specs(
             model,
             vllm_args,
             on_gpu=bool(hardware.gpus),
-            num_workers=max(1, config.cluster.num_workers + engines.num_others),
+            num_workers=max(1, engines.num_workers + engines.num_others),
             environ=environ,
         )
 
@@ -219,8 +221,10 @@ def process_specs(
         reloads=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
-    names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
-    labels = [str(i) for i in range(engines.num_workers)] + [f"encoder-{i}" for i in range(engines.num_encoders)]
+    roles = [*([] if config.cluster.ray else config.cluster.roles), *[ENCODER] * engines.num_encoders]
+    numbers = [roles[:i].count(role) for i, role in enumerate(roles)]
+    names = [f"{role} {number}" for role, number in zip(roles, numbers, strict=True)]
+    labels = [name.removeprefix("worker ").replace(" ", "-") for name in names]
     sockets = [folder / f"{name.replace(' ', '-')}.sock" for name in names]
     names = [prefix + name for name in names]
     workers = [
@@ -231,7 +235,7 @@ def process_specs(
                 model,
                 [
                     *("--listen", f"unix:{path}"),
-                    *(("--role", "encoder") if i >= engines.num_workers else ()),
+                    *(("--role", roles[i]) if roles[i] != "worker" else ()),
                     *store_flags,
                     *run.common_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
@@ -239,7 +243,7 @@ def process_specs(
                 ],
                 [*for_engines, *placements[i].vllm_args],
             ),
-            environ={**worker_environ, **placements[i].environ},
+            environ={**worker_environ, **placements[i].environ, **_side_channel(worker_environ, vllm_args, i)},
             ready=SocketExists(path),
             after=_same_gpus(placements, names, i) or after,
             layer=1,
@@ -322,8 +326,16 @@ def _sharing(gateway: ProcessSpec, folder: Path, *, num_gateways: int) -> list[P
 def engines_of(config: Config) -> Engines:
     """Return the engines of this host."""
     cluster = config.cluster
-    num_workers = 0 if cluster.ray else cluster.num_workers
+    num_workers = 0 if cluster.ray else len(cluster.roles)
     return Engines(num_workers, cluster.num_encoders, cluster.encoder_gpu_share)
+
+
+def _side_channel(environ: Mapping[str, str], vllm_args: Sequence[str], number: int) -> dict[str, str]:
+    """Return the ports of NIXL connectors of this engine, if the user has chosen the first."""
+    first = environ.get(_SIDE_CHANNEL_PORT, "")
+    if not first.isdecimal():
+        return {}
+    return {_SIDE_CHANNEL_PORT: str(int(first) + number * ranks_per_worker(vllm_args))}
 
 
 def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: int) -> str | None:

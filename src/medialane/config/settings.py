@@ -25,6 +25,7 @@ from medialane.runtime.stop import StopConfig
 from medialane.store.config import StoreConfig
 from medialane.testing.simulated.config import SimulatedConfig
 from medialane.types.errors import StartupFailed
+from medialane.types.request import WorkerRole
 from medialane.types.setting import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -73,6 +74,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_workers: NonNegativeInt = field(default=1, name="workers")
     """vLLM workers on this machine, with --ray in the cluster; 0: only workers that join (--join-listen)"""
+    num_prefill: NonNegativeInt = field(default=0, name="prefill")
+    """vLLM workers on this machine that only compute prompts, for the KV caches of those of --decode"""
+    num_decode: NonNegativeInt = field(default=0, name="decode")
+    """vLLM workers on this machine, instead of --workers, that generate with prompts of --prefill"""
     num_encoders: NonNegativeInt = field(default=0, name="encoders")
     """vLLM workers on this machine, besides --workers, that only encode new media"""
     encoder_gpu_share: NonNegativeFloat = field(default=0.0, name="encoder-gpu-share")
@@ -120,6 +125,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("gpus_per_worker must not be negative")
         self._check_ray()
         self._check_encoders()
+        self._check_split()
         if not 0 < self.restart_initial_s <= self.restart_max_s:
             raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
         if self.max_log_bytes < MIB:
@@ -144,6 +150,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("encoder_gpu_share must be less than 1")
         if self.encoder_gpu_share and not self.num_encoders:
             raise StartupFailed("encoder_gpu_share needs --encoders")
+
+    def _check_split(self) -> None:
+        if bool(self.num_prefill) != bool(self.num_decode):
+            raise StartupFailed("num_prefill and num_decode must be given together")
+        if self.num_decode and self.num_workers > 1:
+            raise StartupFailed("num_workers is without --prefill and --decode, which start workers of their own")
+        if self.num_decode and self.ray:
+            raise StartupFailed("num_prefill and num_decode are for this host, without --ray")
+
+    @property
+    def roles(self) -> list[WorkerRole]:
+        """The role of each worker that this configuration starts, without encoders."""
+        numbers: dict[WorkerRole, int] = {"prefill": self.num_prefill, "decode": self.num_decode}
+        if not self.num_decode:
+            numbers = {"worker": self.num_workers}
+        return [role for role, number in numbers.items() for _ in range(number)]
 
     def resolved_num_gateways(self, num_cores: int) -> int:
         """Return the number of gateways on a host with this many cores."""

@@ -108,11 +108,17 @@ class Metrics:
             "Requests whose media were copied by the worker's store, by mover: tcp or nixl",
             "mover",
         )
+        self.prefills = self._counter(
+            "medialane_prefills",
+            "Prompts while workers only compute prompts, by outcome: split (one of them has), failed (it has not), or"
+            " why the worker of the answer has: no_prefill_worker (ready for it), few_tokens (not cached), cheaper",
+            "outcome",
+        )
         self.worker_losses = self._counter("medialane_worker_losses", "Lost connections to a worker", "worker")
         self.prompt_tokens = self._counter(
             "medialane_prompt_tokens",
             "Prompt tokens of requests that had a first token: all, predicted cached by the router, reported cached"
-            " by the engine",
+            " by the engine, transferred (read from the worker that has computed them)",
             "kind",
         )
         self.embeddings = self._counter(

@@ -4,7 +4,7 @@ from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import EncodeCosts, NewItem, choose_encoder, least_loaded
 from medialane.routing.routed_request import AnnouncedRequest, RoutedRequest
-from medialane.routing.router import Router
+from medialane.routing.router import Router, Split, WholeReason
 from medialane.routing.slots import RoutingRequest
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "Router",
     "RoutingConfig",
     "RoutingRequest",
+    "Split",
+    "WholeReason",
     "choose_encoder",
     "least_loaded",
 ]

@@ -27,6 +27,13 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """cost of a prompt token that is not in the KV cache"""
     encoder_ms_per_token: NonNegativeFloat = field(default=0.03, name="routing-encoder-ms-per-token")
     """cost of encoding one embedding of an uncached item, besides its prefill"""
+    transfer_ms_per_token: NonNegativeFloat = field(default=0.003, name="routing-transfer-ms-per-token")
+    """cost of reading a token's KV blocks from another worker"""
+    split_tokens: NonNegativeInt = field(default=64, name="routing-split-tokens")
+    """fewest tokens that the worker must not have cached for another one to compute the prompt"""
+    prefill_at: Literal["auto", "prefill", "decode"] = field(default="auto", name="prefill-at")
+    """where prompts are computed if there are workers for that (--prefill): prefill (there), decode (where the answer
+    is generated), auto (where it delays requests least)"""
     load_ms_per_mib: NonNegativeFloat = field(default=0.1, name="routing-load-ms-per-mib")
     """cost of a MiB of embeddings copied from the arena to the device instead of encoding"""
     request_ms: NonNegativeFloat = field(default=5.0, name="routing-request-ms")

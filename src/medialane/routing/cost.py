@@ -5,6 +5,10 @@ Some parts depend on the worker alone (its queue, its sequences, its KV cache): 
 are the cost of the request at a worker that has none of it cached, minus the savings by each worker's caches:
 `policies.py` computes them for all slots, with the rates defined here.
 
+Where prompts can be computed by other workers, a request has the cost of reading its KV blocks instead of prefill and
+encoder at the worker that generates (`CostModel.transferred`); what is best is decided once that is chosen
+(`CostModel.prefers_split`).
+
 `choose_encoder` sees queues only, as a gateway knows them. The gateway calls it for each item without embedding
 (`--encode-at auto`), before the request is routed, and the simulation of `medialane bench encode_sim` calls it, too.
 
@@ -149,6 +153,20 @@ class CostModel:
             embed=config.encoder_ms_per_token * weight,
             embedding_byte=config.load_ms_per_mib / _MIB * weight,
         )
+        #: Of a request whose prompt another worker computes: what is evicted can be transferred again, too.
+        token = config.transfer_ms_per_token
+        self.transferred = self.rates._replace(token=token, evicted=token, embed=0.0, embedding_byte=0.0)
+
+    def rates_of(self, request: RoutingRequest) -> Rates:
+        return self.transferred if request.is_transferred else self.rates
+
+    def prefers_split(
+        self, whole: SlotCost, num_sequences: int, prefill: SlotCost, queue_ms: float, *, num_transferred: int
+    ) -> bool:
+        """Return whether a prompt is best computed at another slot, behind its queue, and these tokens transferred to
+        the one that generates: there it would delay the sequences that run or wait, as encoding does."""
+        transfer_ms = self._config.request_ms + num_transferred * self._config.transfer_ms_per_token
+        return queue_ms + prefill.work_ms + transfer_ms <= whole.work_ms * (1 + _DELAY_WEIGHT * num_sequences)
 
     def terms(
         self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int, *, eviction_ms: float = 0.0
@@ -158,7 +176,7 @@ class CostModel:
         queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode, load_bytes, num_to_load = [], 0, 0, 0, 0
         for item, holders in zip(scoring_input.items, scoring_input.holders, strict=True):
-            if item.end > cached_tokens:
+            if item.end > cached_tokens and not request.is_transferred:
                 needed.append(item)
                 if holders >> slot.number & 1:
                     continue
@@ -169,7 +187,8 @@ class CostModel:
                     num_embeds += item.num_embeds
                     num_to_encode += 1
         computed_tokens = request.num_tokens - cached_tokens
-        prefill = config.request_ms + computed_tokens * config.prefill_ms_per_token
+        token_ms = config.transfer_ms_per_token if request.is_transferred else config.prefill_ms_per_token
+        prefill = config.request_ms + computed_tokens * token_ms
         encoder = num_embeds * config.encoder_ms_per_token
         load = load_bytes / _MIB * config.load_ms_per_mib
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib

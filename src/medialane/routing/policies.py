@@ -53,6 +53,7 @@ class Policy:
         seed: int | None,
     ) -> None:
         self._initial, self._rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
+        self._transferred = costs.transferred if name == "cost" else self._rates
         self._slots = slots
         self._index = index
         self._pending = pending
@@ -99,7 +100,8 @@ class Policy:
     def scores(self, scoring_input: ScoringInput, cached: Prefixes) -> Scores:
         """Return every slot's score, infinite for all but the candidates: its initial score, and the cost of the
         request at a slot that has none of it cached, less what the slot's caches save."""
-        request, rates, candidates = scoring_input.request, self._rates, scoring_input.candidates
+        request, candidates = scoring_input.request, scoring_input.candidates
+        rates = self._transferred if request.is_transferred else self._rates
         costs = [rates.item(item) for item in scoring_input.items]
         uncached = rates.request + request.num_tokens * rates.token + sum(costs) + request.handover_bytes * rates.byte
         masks, savings = [candidates], [-uncached]

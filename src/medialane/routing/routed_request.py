@@ -68,7 +68,7 @@ class RouterState:
         for its prefix, note that it is because of that."""
         request, longest = scoring_input.request, choice.longest
         new_tokens = request.num_tokens - choice.tokens
-        evicted_ms = new_tokens * self.costs.rates.evicted * self.slots.reuse.item(choice.slot)
+        evicted_ms = new_tokens * self.costs.rates_of(request).evicted * self.slots.reuse.item(choice.slot)
         if choice.tokens < longest:
             self.evictions.copied(request, longest)
             return evicted_ms

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from cachetools import TTLCache
 
@@ -20,7 +21,7 @@ from medialane.routing.block_index import BlockIndex, PendingBlocks
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, PrefixEvictions, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.policies import Policy
+from medialane.routing.policies import Choice, Policy
 from medialane.routing.routed_request import (
     AnnouncedRequest,
     PredictionCounts,
@@ -37,6 +38,18 @@ from medialane.types.stats import PendingWork
 _BLOCK_ID: Final = np.dtype("<u8")
 #: Until a worker has reported its own: vLLM's default on GPUs.
 _BLOCK_SIZE: Final = 16
+
+#: Why the worker that generates computes the prompt itself: no other one is ready that could do it for this one; it has
+#: most of it cached; it costs less. Empty: no such workers are known.
+WholeReason = Literal["", "no_prefill_worker", "few_tokens", "cheaper"]
+
+
+class Split(NamedTuple):
+    """The slot that generates; the one that computes the prompt for it, or None and why."""
+
+    routed: RoutedRequest
+    prefill: RoutedRequest | None = None
+    reason: WholeReason = ""
 
 
 class Router:
@@ -180,6 +193,42 @@ class Router:
     def pick(self, request: RoutingRequest) -> RoutedRequest:
         """Select a slot for this request. The caller must call `begin` right after sending it, and `release` in any
         case. Raises NoWorkerReady."""
+        return self._routed(*self._choose(request))
+
+    def pick_split(self, request: RoutingRequest) -> Split:
+        """As `pick`, where another slot may compute the prompt. Both choices are as those of `pick`."""
+        if self.config.prefill_at == "decode" or not self._slots.has_prefill:
+            scoring_input, choice = self._choose(request)
+            is_missed = self._slots[choice.slot].role == "decode" and self.config.prefill_at != "decode"
+            return Split(self._routed(scoring_input, choice), None, "no_prefill_worker" if is_missed else "")
+        scoring_input, choice = self._choose(msgspec.structs.replace(request, is_transferred=True))
+        whole = msgspec.structs.replace(scoring_input, request=request)
+        prefill, reason = self._pick_prefill(whole, choice)
+        return Split(self._routed(whole if prefill is None else scoring_input, choice), prefill, reason)
+
+    def _pick_prefill(self, whole: ScoringInput, choice: Choice) -> tuple[RoutedRequest | None, WholeReason]:
+        """Select the slot that computes a prompt for the chosen one, or return why that does it itself."""
+        slot, request, costs = self._slots[choice.slot], whole.request, self._state.costs
+        num_transferred = request.num_tokens - choice.tokens
+        asked = msgspec.structs.replace(request, prefill_for=slot.kv_group, rank=None, session_id=None)
+        if slot.prefills or not slot.kv_group or not self._slots.candidates(asked):
+            return None, "no_prefill_worker"
+        if num_transferred < self.config.split_tokens:
+            return None, "few_tokens"
+        scoring_input, chosen = self._choose(asked)
+        if self.config.prefill_at == "auto":
+            at, own = self._slots[chosen.slot], costs.terms(whole, slot, choice.tokens)
+            theirs = costs.terms(scoring_input, at, chosen.tokens)
+            waits = (slot.num_sequences, theirs, at.parts[0])
+            if not costs.prefers_split(own, *waits, num_transferred=num_transferred):
+                return None, "cheaper"
+        return self._routed(scoring_input, chosen), ""
+
+    def _routed(self, scoring_input: ScoringInput, choice: Choice) -> RoutedRequest:
+        return RoutedRequest(self._state, scoring_input, choice, self._slots[choice.slot])
+
+    def _choose(self, request: RoutingRequest) -> tuple[ScoringInput, Choice]:
+        """Raises NoWorkerReady."""
         candidates = self._slots.candidates(request)
         if not candidates:
             raise self._no_candidate(request)
@@ -192,13 +241,12 @@ class Router:
             self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
         self._state.pending.expire()
-        choice = self._policy.choose(scoring_input)
-        return RoutedRequest(self._state, scoring_input, choice, self._slots[choice.slot])
+        return scoring_input, self._policy.choose(scoring_input)
 
     def new_items(self, request: RoutingRequest) -> frozenset[str]:
         """Return the hashes of the items that every worker would have to encode: without embedding, in no worker's
         encoder cache, and beyond the longest prefix of the prompt in a KV cache."""
-        candidates = self._slots.candidates(request)
+        candidates = self._slots.open & self._slots.serving(request)  # also the ones that only prefill
         items = [
             item
             for item in encoder_items(request.media)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from medialane.routing.config import RoutingConfig
 from medialane.types.feature import MediaSpan
 from medialane.types.kv_blocks import BlockIds
-from medialane.types.request import Endpoint, ModelCard, WorkerLoad
+from medialane.types.request import PREFILL, Endpoint, ModelCard, WorkerLoad, WorkerRole
 
 #: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
 WorkerRank = tuple[str, int]
@@ -102,6 +102,19 @@ class Slot:
         return min(waiting, self.num_sequences - self.num_in_flight) if waiting > 0 else 0
 
     @property
+    def role(self) -> WorkerRole:
+        return "worker" if self.card is None else self.card.role
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its worker only computes prompts for other ones."""
+        return self.role == PREFILL
+
+    @property
+    def kv_group(self) -> str:
+        return "" if self.card is None else self.card.kv_group
+
+    @property
     def serves_adapters(self) -> bool:
         return self.card is None or self.card.max_loras != 0
 
@@ -121,6 +134,7 @@ class SlotTable:
         self.open = 0  # bit mask of the slots that accept requests
         self.with_room = 0  # bit mask of slots whose engines can begin another request at once
         self.remote = 0  # bit mask of the slots on another host
+        self._prefill: dict[str, int] = {}  # bit masks of the slots that only prefill, by their KV group
         self.table: Scores = _new_columns()
         self._scale = 1.0  # of the row of new tokens: a token now counts this much
         #: How much likelier the blocks that a slot evicts for new ones would be used again than those of the slot that
@@ -163,6 +177,8 @@ class SlotTable:
         self.table[_ABSENT, number] = 0.0
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
+        if slot.prefills:
+            self._prefill[slot.kv_group] = self._prefill.get(slot.kv_group, 0) | 1 << number
         self._serving.clear()
         self._find_block_sizes()
         self._find_reuse()
@@ -177,6 +193,8 @@ class SlotTable:
     def leave(self, slot: Slot) -> None:
         self._slots[slot.number] = None
         del self._by_place[slot.place]
+        if slot.prefills:
+            self._prefill[slot.kv_group] ^= 1 << slot.number
         ranks = self._by_worker[slot.place[0]]
         ranks.discard(slot.number)
         if not ranks:
@@ -197,12 +215,21 @@ class SlotTable:
         return self._slots[slot.number] is slot
 
     def candidates(self, request: RoutingRequest) -> int:
-        """Return the bit mask of the slots that accept the request."""
+        """Return the bit mask of the slots that accept the request: ones that prefill only if there are no others."""
         candidates = self.open & self.serving(request)
         for worker_id in request.excluded:
             for number in self._by_worker.get(worker_id, ()):
                 candidates &= ~(1 << number)
+        if request.prefill_for is not None:
+            return candidates & self._prefill.get(request.prefill_for, 0)
+        for prefill in self._prefill.values():
+            candidates = candidates & ~prefill or candidates
         return candidates
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a slot that only prefills accepts requests."""
+        return any(self.open & slots for slots in self._prefill.values())
 
     def serving(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that serve the adapter and the rank, open or not."""
@@ -343,7 +370,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     `block_ids` are the ids of its full blocks, in order, by the tokens per block: at least one size, and every one that
     a worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a
     worker on another host. `lora` is the adapter's name with its version, `rank` the data-parallel rank that the client
-    requested (None: any). `excluded` are workers that must not be chosen.
+    requested (None: any). `excluded` are workers that must not be chosen. With `prefill_for`, a worker is to compute
+    the prompt for another one of that KV group; if it `is_transferred`, another worker computes it for this one.
     """
 
     block_ids: dict[int, BlockIds]
@@ -354,6 +382,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     session_id: str | None = None
     rank: int | None = None
     excluded: frozenset[str] = frozenset()
+    prefill_for: str | None = None
+    is_transferred: bool = False
 
     def blocks_at(self, card: ModelCard | None) -> tuple[int, BlockIds]:
         """Return a worker's block size and the prompt's block ids; none if the ids for this size are not known, or it

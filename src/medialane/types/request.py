@@ -71,6 +71,23 @@ class UnexpandedPrompt(msgspec.Struct, frozen=True, tag="source"):
 Prompt = ExpandedPrompt | UnexpandedPrompt
 
 
+class KvTransfer(msgspec.Struct, frozen=True, array_like=True):
+    """What a request does with KV blocks of another worker.
+
+    `send`: compute the prompt and keep its blocks for another worker; the output has their `params`, and a token that
+    nobody reads. `receive`: read such blocks instead of computing the prompt. `fetch`: only read them, for further
+    requests. `release`: they will not be read; no prompt is computed.
+
+    `params` are the connector's, JSON that only the bridge reads; empty if it finds blocks by the prompt.
+    """
+
+    step: Literal["send", "receive", "fetch", "release"]
+    params: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"KvTransfer({self.step}, {len(self.params)} bytes)"
+
+
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request for a worker. `sampling_params` are in the engine's encoding; only the bridge reads them. If it
     `is_pooling`, they are pooling parameters, and the output is one tensor. If not `reads_prefix_cache`, the engine
@@ -83,6 +100,8 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `generated` are the tokens that the answer has had at an earlier worker: they follow the prompt once that is
     rendered and validated, since a placeholder's id among them is no item, and the output begins behind them.
+
+    With `kv_transfer`, two workers share the work: one computes the prompt, the other one continues it.
     """
 
     request_id: str
@@ -104,6 +123,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     is_pooling: bool = False
     reads_prefix_cache: bool = True
     generated: list[int] = []
+    kv_transfer: KvTransfer | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -154,8 +174,9 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
     (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
     now in the arena of the worker's host (`embedded`), and of those among them that the engine was to load instead of
-    encoding the item (`loaded`), and by what the media were copied from another host (`movers`). The output of a
-    pooling request is split into `pooled` parts, one in each delta."""
+    encoding the item (`loaded`), by what the media were copied from another host (`movers`), and how many of the cached
+    tokens another worker has computed (`num_transferred_tokens`). The output of a pooling request is split into
+    `pooled` parts, one in each delta. `kv_params` are the last output's of a request that sends KV blocks."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -170,6 +191,13 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     loaded: tuple[str, ...] = ()
     movers: tuple[MoverName, ...] = ()
     pooled: PooledPart | None = None
+    num_transferred_tokens: int = 0
+    kv_params: bytes = b""
+
+    @property
+    def num_own_cached_tokens(self) -> int | None:
+        """The tokens that were in the worker's own KV cache; None if it does not report them."""
+        return None if self.num_cached_tokens is None else max(0, self.num_cached_tokens - self.num_transferred_tokens)
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -189,6 +217,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         embedded=first.embedded,
         loaded=first.loaded,
         movers=first.movers,
+        num_transferred_tokens=first.num_transferred_tokens,
     )
 
 
@@ -242,11 +271,13 @@ class EncoderCard(msgspec.Struct, frozen=True):
         return WantedEmbedding(key, feature, TensorSpec(self.dtype, shape))
 
 
-#: What a worker does: generate, or only encode media, so that other workers load the embeddings.
-WorkerRole = Literal["worker", "encoder"]
+#: What a worker does: generate; only compute prompts, for the KV caches of workers that generate, or generate, with
+#: prompts that others have computed; or only encode media, so that other workers load the embeddings.
+WorkerRole = Literal["worker", "prefill", "decode", "encoder"]
 #: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
 EncodeCache = Literal["auto", "on", "off"]
 ENCODER: Final = "encoder"
+PREFILL: Final = "prefill"
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -257,7 +288,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     `encoder_cache_tokens` is the encoder cache's size in embeddings, `num_kv_blocks` the KV cache's size per rank in
     blocks. Sizes are 0 if the engine does not report them. `max_loras` is 0 if LoRA is disabled, None if not reported.
     `encoder` is None if embeddings are not kept, and `no_embeddings` says why. `tasks` are a pooling model's, by
-    vLLM's names.
+    vLLM's names. Workers with the same `kv_group` can read each other's KV blocks; it is empty without a connector.
     """
 
     model: str
@@ -274,6 +305,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     role: WorkerRole = "worker"
     tasks: tuple[str, ...] = ()
     no_embeddings: str = ""
+    kv_group: str = ""
 
 
 #: What an operator sees of a worker.

@@ -232,7 +232,9 @@ class HeldEmbeddings:
 
         Returns the request without the tensors of items that the engine loads.
         """
-        media = request.prompt.media
+        media, transfer = request.prompt.media, request.kv_transfer
+        if transfer is not None and transfer.step == "receive":
+            return request  # no item is encoded, unless the transfer fails
         sent = {item.mm_hash for item in media if item.embedding is not None}
         new = {item.mm_hash: item for item in media if item.mm_hash not in sent}
         wanted = [(item, one) for item in new.values() if (one := self._wanted(item)) is not None]

@@ -30,6 +30,7 @@ from medialane.types.errors import (
     ProtocolViolation,
     WorkerLost,
 )
+from medialane.types.stats import ProcessKind
 from medialane.wire.address import TcpAddress, format_tcp
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello, Join
@@ -64,7 +65,8 @@ async def serve_worker(
 
     Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
-    memory = MemoryUse(lambda: {engine.card.role: [os.getpid()], "engine": group_below()})
+    kind: ProcessKind = "encoder" if engine.card.role == "encoder" else "worker"
+    memory = MemoryUse(lambda: {kind: [os.getpid()], "engine": group_below()})
     worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena, memory=memory.read)
     with stopped_by_signals() as stop:
         return await serve_until(

@@ -85,27 +85,39 @@ def model_findings(installation, capsys, report, model):
     installation.stand_in("medialane.vllm_bridge.engine.engine_options", report)
     main(["doctor", model, "--json", "--port", "0", "--", "--max-model-len", "99"])
     found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
-    return {name: found[name] for name in ("model", "image", "audio", "prompts", "embeddings") if name in found}
+    return {
+        name: found[name] for name in ("model", "prefill", "image", "audio", "prompts", "embeddings") if name in found
+    }
 
 
-_ALL = """
+_SPLIT = """
+SPLIT = {"connector": "Connector", "not_split": ""}
+"""
+_ALL = (
+    _SPLIT
+    + """
 image = {"limit": 3, "stage": "features", "why_not_features": "", "max_pixels": 99, "counted_by": "grid",
          "is_predicted": True}
 media = {"modalities": {"image": image}, "accepts_item_options": True, "merge_size": 2, "predicts_image_tokens": False}
-def model_report(_model, _flags): return {"architecture": "A", "media": media, "no_embeddings": ""}
+def model_report(_model, _flags): return {"architecture": "A", "media": media, "no_embeddings": "", **SPLIT}
 """
-_TEXT = """
-def model_report(_model, _flags): return {"architecture": "A", "media": None, "no_embeddings": ""}
+)
+_TEXT = (
+    _SPLIT
+    + """
+def model_report(_model, _flags): return {"architecture": "A", "media": None, "no_embeddings": "", **SPLIT}
 """
+)
 
 #: Takes the name of the model as the architecture, and vLLM's flags as the reasons.
 _REASONS = """
+SPLIT = {"connector": "", "not_split": "--role decode is not possible"}
 one = {"limit": 1, "stage": "decoded", "max_pixels": None, "counted_by": "", "is_predicted": False}
 media = {"accepts_item_options": False, "merge_size": 1, "predicts_image_tokens": False}
 
 def model_report(model, flags):
     modalities = {"audio": one | {"why_not_features": flags[0]}}
-    return {"architecture": model, "media": media | {"modalities": modalities}, "no_embeddings": flags[1]}
+    return {"architecture": model, "media": media | {"modalities": modalities}, "no_embeddings": flags[1], **SPLIT}
 """
 _UNKNOWN = """
 def model_report(_model, _flags): raise ValueError('no such model')
@@ -122,9 +134,10 @@ def model_report(_model, _flags): raise StartupFailed('no such flag')
     [
         (
             _REASONS,
-            {"model": "ok", "audio": "warn", "prompts": "ok", "embeddings": "warn"},
+            {"model": "ok", "prefill": "ok", "audio": "warn", "prompts": "ok", "embeddings": "warn"},
             [
                 "MODEL: audio (at most 1)",
+                "--role decode is not possible",
                 "stage decoded: --max-model-len",
                 "each item may have pixel limits of its own: no",
                 "not kept: 99",
@@ -132,15 +145,16 @@ def model_report(_model, _flags): raise StartupFailed('no such flag')
         ),
         (
             _ALL,
-            {"model": "ok", "image": "ok", "prompts": "ok", "embeddings": "ok"},
+            {"model": "ok", "prefill": "ok", "image": "ok", "prompts": "ok", "embeddings": "ok"},
             [
                 "A: image (at most 3)",
+                "by other workers, if there are any (--prefill), with Connector",
                 "stage features; embeddings follow from grid; max_pixels 99, which requests may lower",
                 "each item may have pixel limits of its own: yes",
                 "kept, unless",
             ],
         ),
-        (_TEXT, {"model": "ok"}, ["A: it takes no media"]),
+        (_TEXT, {"model": "ok", "prefill": "ok"}, ["A: it takes no media", "by other workers, if"]),
         (_UNKNOWN, {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
         (_FLAGS, {"model": "fail"}, ["it cannot be loaded (no such flag)"]),
     ],

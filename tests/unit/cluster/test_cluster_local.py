@@ -163,6 +163,36 @@ def test_encoders_are_workers_with_a_role_that_the_gateway_knows_too(tmp_path):
         assert part.environ["OMP_NUM_THREADS"] == "1"
 
 
+def test_workers_that_prefill_and_decode_have_their_roles(tmp_path):
+    parts = make_parts(tmp_path, prefill="1", decode="2", encoders="1", worker_name="blue", metrics_port="9000")
+    _store, *workers, gateway = parts
+    assert [part.name for part in workers] == ["prefill 0", "decode 0", "decode 1", "encoder 0"]
+    assert [flag(part, "--role") for part in workers] == ["prefill", "decode", "decode", "encoder"]
+    assert [flag(part, "--metrics-port") for part in workers] == ["9000", "9001", "9002", "9003"]
+    for label, part in zip(("prefill-0", "decode-0", "decode-1", "encoder-0"), workers, strict=True):
+        assert f"blue/{label}=unix:{part.ready.path}" in gateway.argv
+
+
+def test_ports_of_connectors_count_up_from_that_of_the_user(tmp_path):
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}
+    _store, *workers, _gateway = make_parts(tmp_path, prefill="1", decode="2", environ=environ, vllm_args=["-dp", "2"])
+    assert [part.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] for part in workers] == ["5600", "5602", "5604"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"prefill": "1"}, "num_prefill and num_decode must be given together"),
+        ({"decode": "1"}, "num_prefill and num_decode must be given together"),
+        ({"prefill": "1", "decode": "1", "workers": "2"}, "num_workers is without --prefill and --decode"),
+        ({"prefill": "1", "decode": "1", "ray": "true"}, "num_prefill and num_decode are for this host"),
+    ],
+)
+def test_numbers_of_prefill_and_decode_workers_are_checked(flags, reason):
+    with pytest.raises(StartupFailed, match=reason):
+        config(**flags).cluster.validate()
+
+
 def test_encoder_on_the_gpu_of_a_worker_starts_after_it(tmp_path):
     hardware = Hardware(("0", "1"), 8)
     parts = make_parts(tmp_path, workers="2", encoders="3", encoder_gpu_share="0.2", hardware=hardware)

@@ -425,10 +425,14 @@ def test_report_of_every_member_is_of_the_schema():
         scope.record.prepared(items, [4, 9])
         scope.record.sending(decision, HandoverPath(STAGES["features"], PullTransport(None)))
         scope.record.sent.movers = ("tcp",)
+        scope.record.prefilled(OutputDelta("r", [], num_cached_tokens=16), decision, 0.02)
+        scope.record.transferred(30)
         scope.timeline.add("decode", 0.01)
         scope.timeline.copied_bytes = 5
         found = msgspec.json.decode(request_report(scope.record))
     jsonschema.validate(found, json.loads(report_schema()))
+    prefill = {"outcome": "split", "worker": "w0", "cached_tokens": 16, "transferred_tokens": 30, "ms": 20.0}
+    assert found["prefill"] == prefill
     assert found.keys() == json.loads(report_schema())["$defs"]["Report"]["properties"].keys()
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**found, "items": [{}]}, json.loads(report_schema()))

@@ -9,6 +9,7 @@ from medialane.types.request import (
     EngineRequest,
     EngineTimes,
     ExpandedPrompt,
+    KvTransfer,
     OutputDelta,
     TokenLogprob,
     UnexpandedPrompt,
@@ -84,3 +85,20 @@ def test_merged_deltas_keep_completions_apart():
         CompletionDelta(0, "ac", [1, 3]),
         CompletionDelta(1, "bd", [2, 4], finish_reason="length"),
     ]
+
+
+def test_tokens_of_another_worker_are_not_the_workers_own():
+    assert OutputDelta("r", [], num_cached_tokens=40, num_transferred_tokens=24).num_own_cached_tokens == 16
+    assert OutputDelta("r", [], num_transferred_tokens=24).num_own_cached_tokens is None
+    several = OutputDelta("r", [], num_cached_tokens=32, num_transferred_tokens=39)
+    assert several.num_own_cached_tokens == 0, "only whole blocks were found in the cache"
+
+
+def test_merged_outputs_keep_what_they_say_about_kv_blocks():
+    deltas = [OutputDelta("r", [], num_transferred_tokens=24), OutputDelta("r", [], True, kv_params=b"{}")]
+    merged = merge_deltas(deltas)
+    assert (merged.num_transferred_tokens, merged.kv_params) == (24, b"{}")
+
+
+def test_parameters_of_kv_blocks_are_not_in_logs():
+    assert "secret" not in repr(KvTransfer("receive", b"secret"))

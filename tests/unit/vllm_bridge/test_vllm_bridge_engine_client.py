@@ -351,10 +351,16 @@ async def test_command_line_adapters_do_not_wait_for_workers():
     assert backend.calls == []
 
 
-@pytest.mark.parametrize("name", ["abort", "notify_kv_transfer_request_rejected"])
-async def test_unsupported_call_raises(name):
+async def test_unsupported_call_raises():
     with pytest.raises(NotImplementedError, match="several"):
-        await getattr(client(RequestBackend()), name)("r")
+        await client(RequestBackend()).abort("r")
+
+
+async def test_rejected_request_with_parameters_of_a_connector_concerns_no_engine():
+    """vLLM's app reports it before it answers."""
+    backend = RequestBackend()
+    await client(backend).notify_kv_transfer_request_rejected("r", {"do_remote_prefill": True})
+    assert backend.requests == []
 
 
 async def test_prompts_of_one_request_are_started_a_few_per_iteration_of_the_loop():

@@ -21,6 +21,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- .Values.rpc.secretName | default (printf "%s-rpc" (include "medialane.name" .)) -}}
 {{- end }}
 
+{{- define "medialane.apiKeysSecret" -}}
+{{- $made := ternary (printf "%s-api-keys" (include "medialane.name" .)) "" (default false .Values.gateway.createApiKey) -}}
+{{- .Values.gateway.apiKeysSecret | default $made -}}
+{{- end }}
+
 {{/* Flags of secret and certificates, the same for all processes. */}}
 {{- define "medialane.rpcFlags" -}}
 - --rpc-secret-file=/etc/medialane/secret

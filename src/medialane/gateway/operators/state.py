@@ -351,7 +351,7 @@ async def whole_state(
         window_s=WINDOW_S,
         gateways=[GatewayView(index, up=False) if part is None else part.gateway for index, part in parts.items()],
         store=store,
-        workers=_workers([view for view in views if view.role == "worker"]),
+        workers=_workers([view for view in views if view.role != "encoder"]),
         encoders=_workers([view for view in views if view.role == "encoder"]),
         caches=sum((step.caches for number, step in sums.steps.items() if number > since), start=CacheSums()),
         live=LiveView(

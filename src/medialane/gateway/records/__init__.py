@@ -17,7 +17,14 @@ from medialane.gateway.records.recent import (
     Waits,
     series,
 )
-from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord, embedding_outcome
+from medialane.gateway.records.record import (
+    EmbeddingOutcome,
+    ItemRecord,
+    PrefillOutcome,
+    PrefillReport,
+    RequestRecord,
+    embedding_outcome,
+)
 from medialane.gateway.records.recording import (
     MAX_PENDING_BYTES,
     RECORDING_FORMAT,
@@ -40,6 +47,8 @@ __all__ = [
     "EmbeddingOutcome",
     "ItemRecord",
     "MediaStandIn",
+    "PrefillOutcome",
+    "PrefillReport",
     "RateStep",
     "RecentRequests",
     "Recordable",

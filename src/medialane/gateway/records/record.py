@@ -16,6 +16,7 @@ import msgspec
 from medialane.gateway.intake.documents import PAGE_MARK
 from medialane.gateway.request.handover_paths import HandoverPath
 from medialane.observability.timeline import MAX_STEPS, LiveStep, RequestTimeline
+from medialane.routing import WholeReason
 from medialane.types.errors import ErrorReport, MedialaneError
 from medialane.types.feature import MediaSpan, MoverName, StagedItem
 from medialane.types.media import MediaRef, MediaSize, MediaSource
@@ -153,6 +154,23 @@ class Attempt:
         self.movers: tuple[MoverName, ...] = ()
 
 
+#: Whether another worker has computed a prompt: it has (`split`), it has `failed`; or why not: it, or the worker of the
+#: answer, would have to process media (`no_path`), or `routing.WholeReason`.
+PrefillOutcome = Literal["split", "failed", "no_path", WholeReason]
+
+
+class PrefillReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whether another worker than that of the answer has computed the prompt, or why not. Of `worker`, which has:
+    `cached_tokens` were in its KV cache, after `ms` it had computed the prompt. `transferred_tokens` were read from it
+    by the worker of the answer: if they are few, that has computed the prompt again."""
+
+    outcome: PrefillOutcome
+    worker: str = ""
+    cached_tokens: int | None = None
+    transferred_tokens: int = 0
+    ms: float = 0.0
+
+
 class RequestError(msgspec.Struct, frozen=True):
     """With what a request has ended: a code, and, where that quotes no client, why."""
 
@@ -180,6 +198,8 @@ class RequestRecord:
         self.attempts: list[Attempt] = []
         self.sent: Attempt | None = None
         self.engine_cached_tokens: int | None = None
+        #: Of its last prompt; None if no worker only computes prompts.
+        self.prefill: PrefillReport | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.generated_tokens = 0
@@ -261,6 +281,18 @@ class RequestRecord:
     def _attempt_of(self, decision: RoutingDecision) -> Attempt | None:
         tried = (each for each in reversed(self.attempts) if each.decision is decision)
         return next((attempt for attempt in tried if not attempt.error), None)
+
+    def prefilled(self, output: OutputDelta, decision: RoutingDecision, seconds: float) -> None:
+        """Record that another worker has computed a prompt, which was sent by this decision."""
+        self._divide(output.times)
+        self.prefill = PrefillReport("split", decision.worker_id, output.num_cached_tokens, ms=round(seconds * 1000, 2))
+        if (attempt := self._attempt_of(decision)) is not None:
+            attempt.engine_cached_tokens = output.num_cached_tokens
+
+    def transferred(self, num_tokens: int) -> None:
+        """Record how many tokens of that prompt the worker of the answer has read."""
+        if self.prefill is not None:
+            self.prefill = msgspec.structs.replace(self.prefill, transferred_tokens=num_tokens)
 
     def answered(
         self,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, RequestRecord
+from medialane.gateway.records.record import EmbeddingOutcome, ItemRecord, PrefillReport, RequestRecord
 from medialane.types.feature import MoverName
 from medialane.types.media import MediaSize, MediaSource, StageName
 from medialane.types.request import Alternative, RoutingDecision
@@ -101,6 +101,7 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     times_ms: dict[str, float] = {}
     copied_bytes: int = 0
     documents: tuple[DocumentReport, ...] = ()
+    prefill: PrefillReport | None = None
 
 
 def request_report(record: RequestRecord) -> bytes:
@@ -117,6 +118,7 @@ def request_report(record: RequestRecord) -> bytes:
         times_ms={name: round(seconds * 1000, 2) for name, seconds in record.timeline.durations().items()},
         copied_bytes=record.timeline.copied_bytes,
         documents=tuple(_document_report(param, pages) for param, pages in record.documents.items()),
+        prefill=record.prefill,
     )
     return msgspec.json.encode(report)
 

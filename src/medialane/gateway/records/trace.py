@@ -289,6 +289,9 @@ class RequestTrace:
             "medialane.num_items": record.num_items,
         }
         attributes |= {"http.route": record.path} if record.path else {}
+        if record.prefill is not None:
+            attributes["medialane.prefill.outcome"] = record.prefill.outcome
+            attributes["medialane.prefill.transferred_tokens"] = record.prefill.transferred_tokens
         attributes |= {} if record.status is None else {"http.response.status_code": record.status}
         if self._operation is not None:
             attributes |= {

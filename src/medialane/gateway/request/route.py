@@ -20,7 +20,7 @@ from medialane.gateway.workers.client import RpcClient
 from medialane.gateway.workers.link import WorkerLink
 from medialane.gateway.workers.pool import WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.routing import RoutedRequest, Router, RoutingRequest
+from medialane.routing import RoutedRequest, Router, RoutingRequest, Split, WholeReason
 from medialane.types.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.types.kv_blocks import BlockIds, prompt_block_ids, token_array
 from medialane.types.media import Modality
@@ -36,13 +36,16 @@ _UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 
 class Route(NamedTuple):
     """The worker of one request, and the connection to it at that time. `routed` reports the request's progress to the
-    router; the request's scope owns it."""
+    router; the request's scope owns it. `prefill` is the route to another worker that computes the prompt; `not_split`
+    is why there is none."""
 
     link: WorkerLink
     client: RpcClient | None
     routed: RoutedRequest
     prefix: PromptPrefix
     data_parallel_rank: int | None
+    prefill: Route | None = None
+    not_split: WholeReason = ""
 
     def num_prompt_tokens(self, first: OutputDelta) -> int:
         """Return how many tokens the prompt has, by its first output."""
@@ -69,20 +72,26 @@ class Routes:
         excluded: frozenset[str] = frozenset(),
         *,
         block_ids: dict[int, BlockIds] | None = None,
+        may_split: bool = False,
     ) -> Route:
-        """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
-        on. `block_ids` were computed for this prompt by `new_items`. Raises NoWorkerReady."""
+        """Return the worker for a request, none of the addresses `excluded`, and if it `may_split`, perhaps another one
+        that computes its prompt. The router counts the request from `begin` on. `block_ids` were computed for this
+        prompt by `new_items`. Raises NoWorkerReady."""
         prefix = self._prefix(request, prepared)
         if request.generated and not prefix.unplaced_items:
             prefix = prefix._replace(token_ids=prefix.token_ids + request.generated)
         block_ids = self._block_ids(request, prefix, {} if block_ids is None else block_ids)
         routing_request = self._routing_request(request, prepared, prefix, block_ids, excluded=excluded)
         started = time.perf_counter()
-        routed = self._router.pick(routing_request)
+        split = self._router.pick_split(routing_request) if may_split else Split(self._router.pick(routing_request))
         self._metrics.routing_seconds.observe(time.perf_counter() - started)
-        rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
+        route = self._route(split.routed, prefix, request.data_parallel_rank)
+        prefill = None if split.prefill is None else self._route(split.prefill, prefix, None)
+        return route._replace(prefill=prefill, not_split=split.reason)
+
+    def _route(self, routed: RoutedRequest, prefix: PromptPrefix, rank: int | None) -> Route:
         link = self._workers.links[routed.worker_id]
-        return Route(link, link.client, routed, prefix, rank)
+        return Route(link, link.client, routed, prefix, routed.rank if routed.num_ranks > 1 else rank)
 
     def new_items(
         self, request: EngineRequest, prepared: PreparedPrompt, block_ids: dict[int, BlockIds]
@@ -142,6 +151,11 @@ class Routes:
         if prepared is not None and first.placed and first.prompt_token_ids is not None:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
         return self._embedding_outcomes(route, first)
+
+    def received(self, route: Route, first: OutputDelta) -> None:
+        """Record the first output of a prompt that another worker has computed."""
+        route.routed.prefilled(first.num_own_cached_tokens)
+        self._metrics.prompt_tokens.labels("transferred").inc(first.num_transferred_tokens)
 
     def _embedding_outcomes(self, route: Route, first: OutputDelta) -> dict[str, EmbeddingOutcome]:
         if first.placed or not route.link.encoder:

@@ -7,6 +7,10 @@ it was sent. The scope of the request holds the media meanwhile.
 Once there is output, what the client has had stands (`answer`). Each choice that is not finished goes on as a request
 of its own: its prompt is the first one's, with the same media, and behind it the tokens that were delivered. What needs
 the lost engine's state cannot go on, and ends with WorkerLost.
+
+A prompt may be computed by another worker than the one that generates (`routing`). Then an attempt begins with one of
+its own: the same request is sent to that worker, whose output is what the connector of the other one needs to read its
+KV blocks. If it does not succeed, the worker that generates computes the prompt.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +29,10 @@ import msgspec
 from medialane.gateway.admission import OldestFirst, Queues, Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.records import AttemptTrace
+from medialane.gateway.records import AttemptTrace, EmbeddingOutcome, PrefillOutcome, PrefillReport
 from medialane.gateway.request.answer import DeliveredAnswer, DeliveredChoice
 from medialane.gateway.request.handover_paths import HandoverPath, Transports, prompt_for
+from medialane.gateway.request.prefill import KeptBlocks, Prefilled
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.request.store_items import StoreItems
@@ -40,6 +46,7 @@ from medialane.types.errors import (
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
+    InvalidRequest,
     MedialaneError,
     MediaLost,
     NoWorkerReady,
@@ -52,9 +59,12 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.types.kv_blocks import BlockIds
 from medialane.types.media import StageChoice
-from medialane.types.request import Continuable, EngineRequest, OutputDelta
+from medialane.types.request import Continuable, EngineRequest, ExpandedPrompt, KvTransfer, OutputDelta
 
 logger = logging.getLogger(__name__)
+
+#: What a worker did about embeddings, by mm_hash.
+Outcomes = Mapping[str, EmbeddingOutcome]
 
 #: A worker that is lost so soon after a request was sent to it, and has not answered it, may have been ended by it.
 SUSPICIOUS_S = 2.0
@@ -94,6 +104,9 @@ class Call(NamedTuple):
     `lost` are the names of the workers that were lost with it, in order; it may have ended the `suspects` among them;
     `busy` are workers whose engines had no room for it. `ticket` is from the queue before the engines, if there is
     one. `continuable` is None if its answer, once begun, cannot go on.
+
+    `prefill` is the call of another worker that is to compute the prompt before; once that has, `prefilled` is what it
+    has given. If neither is there, the worker computes the prompt itself.
     """
 
     request: EngineRequest
@@ -106,6 +119,8 @@ class Call(NamedTuple):
     suspects: tuple[_Suspect, ...] = ()
     busy: frozenset[str] = frozenset()
     ticket: Ticket | None = None
+    prefill: Call | None = None
+    prefilled: Prefilled | None = None
 
 
 class RequestRunner:
@@ -201,8 +216,8 @@ class RequestRunner:
             self.workers.check_ready()
             num_tokens = len(request.prompt.token_ids)
             ticket = await self._queues.engine(scope, num_tokens, has_media=prepared is not None)
-        route, paths = self._choose(request, prepared, scope, block_ids=block_ids)
-        return Call(request, prepared, scope, route, paths, continuable, ticket=ticket)
+        call = self._choose(request, prepared, scope, block_ids=block_ids)
+        return call._replace(continuable=continuable, ticket=ticket)
 
     async def _encoded(
         self,
@@ -283,20 +298,65 @@ class RequestRunner:
         *,
         excluded: frozenset[str] = frozenset(),
         block_ids: dict[int, BlockIds] | None = None,
-    ) -> tuple[Route, Sequence[HandoverPath | None]]:
-        """Choose a worker, and the hand-over paths to it in the order of preference. Raises NoWorkerReady."""
+    ) -> Call:
+        """Choose a worker, and the hand-over paths to it in the order of preference; perhaps another one that computes
+        the prompt. Raises NoWorkerReady."""
         self.workers.check_ready()
         with scope.timeline.measure("route") as step:
-            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
+            # Another worker must get all of the prompt expanded.
+            may_split = not request.is_pooling and (prepared is None or bool(prepared.features))
+            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids, may_split=may_split)
             step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
-            return route, self._paths(route.link, prepared)
+            call = Call(request, prepared, scope, route, self._paths(route.link, prepared))
+            if (prefill := route.prefill) is None:
+                self.note_prefill(scope, route.not_split)
+                return call
+            paths = self._paths(prefill.link, prepared)
+            if not all(path is None or path.stage.is_processed for path in (paths[0], call.paths[0])):
+                self.note_prefill(scope, "no_path")
+                return call
+            scope.defer(prefill.routed.release)
+            sent = msgspec.structs.replace(request, kv_transfer=KvTransfer("send"))
+            return call._replace(prefill=Call(sent, prepared, scope, prefill, paths))
+
+    def note_prefill(self, scope: RequestScope, outcome: PrefillOutcome) -> None:
+        """Record whether another worker has computed a prompt, or why not; an empty outcome says nothing."""
+        if outcome:
+            if outcome != "split":  # which is recorded with its output
+                scope.record.prefill = PrefillReport(outcome)
+            self.metrics.prefills.labels(outcome).inc()
 
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
         call.scope.release(call.route.routed.release)
-        route, paths = self._choose(call.request, call.prepared, call.scope, excluded=excluded)
-        return call._replace(route=route, paths=paths)
+        moved = self._choose(call.request, call.prepared, call.scope, excluded=excluded)
+        return call._replace(route=moved.route, paths=moved.paths, prefill=moved.prefill)
+
+    def without_prefill(self, call: Call) -> Call:
+        """Return the same call, whose worker computes the prompt. KV blocks that another one keeps for it are released,
+        if they are ours: they are for one reader, and it is unknown whether the last attempt was that."""
+        if call.prefill is None and call.prefilled is None:
+            return call
+        if call.prefill is not None:
+            call.scope.release(call.prefill.route.routed.release)
+        if call.prefilled is not None and call.prefilled.blocks is not None:
+            call.scope.release(call.prefilled.blocks.release)
+        request = msgspec.structs.replace(call.request, kv_transfer=None)
+        return call._replace(request=request, prefill=None, prefilled=None)
+
+    def release_blocks(self, kept_at: Route, release: KvTransfer) -> None:
+        """Have a worker that could read KV blocks say that it will not."""
+        group = "" if kept_at.client is None else kept_at.client.welcome.card.kv_group
+        self._num_sent += 1
+        request_id = f"release#{self._gateway_id}-{self._num_sent}"
+        request = EngineRequest(request_id, ExpandedPrompt([]), b"", kv_transfer=release)
+        for link in self.workers.links.values():
+            if link.reads_blocks_of(group):
+                with suppress(MedialaneError):
+                    link.submit(request)  # its output is of no interest
+                    return
+        logger.warning("no worker is ready to release KV blocks: they are kept until their lease ends")
 
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
@@ -426,21 +486,16 @@ class Attempts:
         """Stream the output. Raises WorkerLost if the worker is lost in the middle of it, and MedialaneError."""
         try:
             if self._lost is not None:
+                self.call = self._runner.without_prefill(self.call)
                 await self._move(self._lost, "continued")
             while not self.has_begun:
                 remote: RemoteRequest | None = None
                 try:
+                    await self._prefill()
                     with self._traced() as trace:
                         remote = await self._send(trace)
                         async for delta in remote:
-                            if not self.has_begun:
-                                self._begin(delta)
-                            self._count(delta)
-                            if trace is not None:
-                                trace.note_output(delta)
-                            if delta.embedded and self.call.prepared is not None:
-                                self.call.prepared.media.note_embedded(delta.embedded)
-                            yield delta
+                            yield self._noted(delta, trace)
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
                     call, place = self.call, self.call.route.routed
                     call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
@@ -459,15 +514,59 @@ class Attempts:
             return nullcontext()
         return call.scope.trace.attempt(call.request, call.route.link.name, call.paths[0])
 
+    async def _prefill(self) -> None:
+        """Have another worker compute the prompt, if that was chosen. If it does not, for whatever reason, the worker
+        of this call does, unless the prompt itself is refused."""
+        call, prefill = self.call, self.call.prefill
+        if prefill is None:
+            return
+        self._runner.routes.begin(call.route, call.request.request_id, is_sent=False)
+        attempt = PrefillAttempt(self._runner, prefill._replace(suspects=call.suspects, ticket=call.ticket))
+        try:
+            output = await attempt.output()
+        except MedialaneError as error:
+            if isinstance(error, InvalidRequest) and not isinstance(error, InvalidFeature):
+                raise
+            logger.warning("%s has not computed a prompt: %s", prefill.route.link.name, error.message)
+            self._runner.note_prefill(call.scope, "failed")
+            self.call = self._runner.without_prefill(call)._replace(suspects=attempt.call.suspects)
+        else:
+            self._runner.note_prefill(call.scope, "split")
+            prefilled = Prefilled(output, attempt.outcomes, attempt.sent_at, attempt.blocks)
+            request = msgspec.structs.replace(call.request, kv_transfer=prefilled.transfer)
+            self.call = call._replace(request=request, prefill=None, prefilled=prefilled)
+        finally:
+            call.scope.release(prefill.route.routed.release)
+
     async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
         with self.call.scope.timeline.measure("handover") as step:
             step.detail = trace
             remote = await self._runner.send(self.call, _headers(self.call, trace))
+        self._own_blocks(False)
         self._worker_id = self.call.route.link.worker_id
         self._runner.begin(self.call)
         self._sent_at = remote.sent_at
         self.call.scope.record.prompt_sent()
         return remote
+
+    def _own_blocks(self, ours: bool) -> None:
+        """KV blocks that another worker keeps for this one are ours to be released, or this one's."""
+        if self.call.prefilled is not None and self.call.prefilled.blocks is not None:
+            self.call.prefilled.blocks.ours = ours
+
+    def _noted(self, delta: OutputDelta, trace: AttemptTrace | None) -> OutputDelta:
+        """Record an output, and return it as the client gets it."""
+        call, is_first = self.call, not self.has_begun
+        if is_first:
+            self._begin(delta)
+        self._count(delta)
+        if trace is not None:
+            trace.note_output(delta)
+        if delta.embedded and call.prepared is not None:
+            call.prepared.media.note_embedded(delta.embedded)
+        if call.prefilled is None:
+            return delta
+        return call.prefilled.as_whole(delta, is_about_prompt=is_first or call.request.cumulative)
 
     def _begin(self, first: OutputDelta) -> None:
         """Record the first output. The first one of an answer that goes on is about a prompt of ours, which says
@@ -479,16 +578,24 @@ class Attempts:
         if first.times is not None:
             # The first output of an answer that is not streamed is the whole answer.
             first_at = min(now, max(self._sent_at, now - first.times.decode_s))
+        if (prefilled := call.prefilled) is not None:
+            self._runner.routes.received(call.route, first)
         if self._lost is not None:
             self._runner.metrics.migration_seconds.observe(first_at - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
         if call.scope.flow is not None and (first.times is not None or not first.finished):
-            call.scope.flow.answered(first_at - self._sent_at)
-        outcomes = self._runner.routes.answered(call.route, call.prepared, first)
+            call.scope.flow.answered(first_at - (self._sent_at if prefilled is None else prefilled.sent_at))
+        sent_at = self._sent_at
+        if prefilled is None:
+            outcomes = self._runner.routes.answered(call.route, call.prepared, first)
+        else:
+            call.scope.record.transferred(first.num_transferred_tokens)
+            first, outcomes = prefilled.as_whole(first, is_about_prompt=False), prefilled.outcomes
+            sent_at = prefilled.sent_at
         decision = call.route.routed.decision
-        num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
+        num_tokens, times = call.route.num_prompt_tokens(first), (sent_at, first_at)
         call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
         for mover in first.movers:
             self._runner.metrics.copied_requests.labels(mover).inc()
@@ -504,7 +611,12 @@ class Attempts:
     async def _try_again(self, error: MedialaneError) -> None:
         """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the
         request's error if nothing is left to try."""
+        had_prefilled = self.call.prefilled is not None
+        self._own_blocks(not isinstance(error, WorkerLost))  # the worker has refused them
+        self.call = self._runner.without_prefill(self.call)
         match error:
+            case HandoverFailed() if had_prefilled:
+                logger.warning("%s did not get a prompt: %s", self.call.route.link.name, error.message)
             case WorkerLost():
                 await self._check_innocence(error)
                 await self._move(error, "repeated")
@@ -585,6 +697,61 @@ class Attempts:
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
         self._runner.metrics.handover_fallbacks.labels(str(refused), error.code).inc()
         return call._replace(paths=sources)
+
+
+class PrefillAttempt(Attempts):
+    """The attempt to have a worker compute a prompt whose answer another one generates. It has one output. What it did
+    about embeddings are `outcomes`."""
+
+    def __init__(self, runner: RequestRunner, call: Call) -> None:
+        super().__init__(runner, call)
+        self.outcomes: Outcomes = {}
+        self.blocks: KeptBlocks | None = None
+
+    @property
+    def sent_at(self) -> float:
+        return self._sent_at
+
+    async def output(self) -> OutputDelta:
+        """Raises MedialaneError."""
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                return delta
+        raise GenerationFailed("the worker has computed no prompt")
+
+    async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
+        remote = await super()._send(trace)
+        remote.on_kept = self._own
+        return remote
+
+    def _own(self, params: bytes) -> None:
+        """The scope owns the blocks from now on."""
+        self.blocks = KeptBlocks(params, partial(self._runner.release_blocks, self.call.route))
+        self.call.scope.defer(self.blocks.release)
+
+    def _begin(self, first: OutputDelta) -> None:
+        self.has_begun = True
+        call = self.call
+        self.outcomes = self._runner.routes.answered(call.route, call.prepared, first)
+        call.scope.record.prefilled(first, call.route.routed.decision, time.perf_counter() - self._sent_at)
+        for mover in first.movers:
+            self._runner.metrics.copied_requests.labels(mover).inc()
+
+    def _noted(self, delta: OutputDelta, trace: AttemptTrace | None) -> OutputDelta:
+        """Its token is not delivered, nor is the reason for its end."""
+        return super()._noted(delta, None)
+
+    def _count(self, delta: OutputDelta) -> None:
+        """As above."""
+
+    async def _try_again(self, error: MedialaneError) -> None:
+        """Only by another path: the other worker can compute the prompt at once."""
+        if isinstance(error, WorkerLost):
+            await self._check_innocence(error)
+        path = self.call.paths[1] if len(self.call.paths) > 1 else None
+        if not isinstance(error, HandoverFailed) or path is None or not path.stage.is_processed:
+            raise error
+        await super()._try_again(error)
 
 
 def _headers(call: Call, trace: AttemptTrace | None) -> dict[str, str] | None:

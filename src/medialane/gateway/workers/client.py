@@ -465,6 +465,8 @@ class RemoteRequest:
         self.has_output = False
         #: Whether the answer can go on at another worker once it has begun.
         self.can_continue = False
+        #: Called with parameters of KV blocks that the worker keeps, even if nobody waits for its output any more.
+        self.on_kept: Callable[[bytes], None] = lambda _params: None
         self._error: MedialaneError | None = None
 
     def __aiter__(self) -> RemoteRequest:
@@ -510,6 +512,8 @@ class RemoteRequest:
     # The methods below are called by ClientRequests.
 
     def on_output(self, delta: OutputDelta, nbytes: int) -> None:
+        if delta.kv_params:
+            self.on_kept(delta.kv_params)
         if self._complete:
             return  # sent before our abort arrived
         self.has_output = True

@@ -22,7 +22,16 @@ from medialane.types.errors import (
     StartupFailed,
     WorkerLost,
 )
-from medialane.types.request import EncoderCard, Endpoint, EngineRequest, WorkerLoad, WorkerRole, WorkerState
+from medialane.types.request import (
+    ENCODER,
+    PREFILL,
+    EncoderCard,
+    Endpoint,
+    EngineRequest,
+    WorkerLoad,
+    WorkerRole,
+    WorkerState,
+)
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 
@@ -135,6 +144,11 @@ class WorkerLink:
     @property
     def same_processor(self) -> bool:
         return self._client is not None and not self._disagreements
+
+    def reads_blocks_of(self, kv_group: str) -> bool:
+        """Whether the worker generates, and can read KV blocks of workers of this group."""
+        client = self.client
+        return client is not None and self.role != PREFILL and client.welcome.card.kv_group == kv_group != ""
 
     def endpoint(self, rank: int = 0) -> Endpoint:
         """Return one of its data-parallel ranks, with its last reported load."""
@@ -266,7 +280,7 @@ class WorkerLink:
         self.has_drained = False
         self._client, self._disagreements = client, differing
         client.on_change = self.on_change
-        if self.router is not None and self.role != "encoder" and not client.closed.is_set():
+        if self.router is not None and self.role != ENCODER and not client.closed.is_set():
             client.reports.route(self.router, self.endpoints(), same_host=lambda: self.same_host)
         self.on_change()
         self._failure = None

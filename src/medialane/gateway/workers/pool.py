@@ -33,7 +33,7 @@ from medialane.types.errors import (
     WorkerStalled,
     report_of,
 )
-from medialane.types.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
+from medialane.types.request import ENCODER, Endpoint, ModelCard, WorkerLoad
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import check_version
@@ -106,10 +106,10 @@ class WorkerPool:
         """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
         may continue, and if it does not, its worker exits. So do answers that cannot go on elsewhere."""
         for links, state in ((self._ready, "ready"), (self._stalled, "stalled")):
-            (links.add if link.role == "worker" and link.state == state else links.discard)(link)
+            (links.add if link.role != ENCODER and link.state == state else links.discard)(link)
         if self._digests.get(link) != (digest := link.encoder):
             self._digests[link], self._encoder = digest, None
-        if self._card is None and link.role == "worker" and (client := link.client) is not None:
+        if self._card is None and link.role != ENCODER and (client := link.client) is not None:
             self._card = client.welcome.card
         self._wake()
         if not self._ready:
@@ -146,9 +146,10 @@ class WorkerPool:
         of_links = [link.endpoints() for link in self.links.values()]
         return [msgspec.structs.replace(ranks[0], load=_total(ranks)) for ranks in of_links]
 
-    def of_role(self, role: WorkerRole) -> list[WorkerLink]:
-        """Return the links of all workers or of all encoders. One that has never been connected counts as a worker."""
-        return [link for link in self.links.values() if link.role == role]
+    def of_role(self, role: Literal["worker", "encoder"]) -> list[WorkerLink]:
+        """Return the links of all workers, also of those that only prefill or decode, or of all encoders. One that has
+        never been connected counts as a worker."""
+        return [link for link in self.links.values() if (link.role == ENCODER) == (role == ENCODER)]
 
     @property
     def num_ready(self) -> int:

@@ -51,6 +51,8 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """time per encoder embedding, ms"""
     load_ms_per_mib: NonNegativeFloat = field(default=0.1, name="simulated-load-ms-per-mib")
     """time per MiB of embeddings loaded instead of encoded, ms"""
+    transfer_token_ms: NonNegativeFloat = field(default=0.003, name="simulated-transfer-token-ms")
+    """time until the KV blocks of a prompt token are read from another worker, ms"""
     embedding_bytes: PositiveInt = field(default=7168, name="simulated-embedding-bytes")
     """size of one embedding, bytes"""
 

@@ -42,6 +42,7 @@ from medialane.types.request import (
     ModelCard,
     OutputDelta,
     WorkerLoad,
+    WorkerRole,
 )
 from medialane.wire.address import TcpAddress, consecutive_ports, parse_address
 from medialane.wire.config import RpcConfig
@@ -58,7 +59,7 @@ _CUMULATIVE, _FINAL_ONLY = 0, 2
 _MIB = 1 << 20
 
 
-def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
+def simulated_card(config: SimulatedConfig, model: str, role: WorkerRole = "worker") -> ModelCard:
     """Return the model card of a simulated worker; it has no processor, so no processor settings."""
     return ModelCard(
         model=model,
@@ -69,6 +70,8 @@ def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
         num_kv_blocks=config.num_kv_blocks,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        role=role,
+        kv_group="" if role == "worker" else "simulated",
     )
 
 
@@ -152,6 +155,7 @@ class _Choice:
             [CompletionDelta(self._index, text, tokens, finish_reason=reason, stop_reason=sequence.stop_reason)],
             finished=not self.output.num_unfinished,
             num_cached_tokens=sequence.num_cached_tokens,
+            num_transferred_tokens=sequence.num_transferred if first else 0,
             times=self._times(now) if first else None,
         )
 
@@ -170,9 +174,9 @@ class SimulatedEngine:
     `EngineTimes` are in simulated seconds. Steps run in a task that exists while there is work.
     """
 
-    def __init__(self, config: SimulatedConfig, *, model: str) -> None:
+    def __init__(self, config: SimulatedConfig, *, model: str, role: WorkerRole = "worker") -> None:
         """`model` is the card's; if it is a folder, tokens are decoded with its vocabulary."""
-        self.card = simulated_card(config, model)
+        self.card = simulated_card(config, model, role)
         self._config = config
         self._scheduler = simulated_scheduler(config, mask=secrets.randbits(64))
         self._texts = token_texts(model)
@@ -205,9 +209,15 @@ class SimulatedEngine:
         embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         self._check_alive()
+        transfer = request.kv_transfer
+        if transfer is not None and transfer.step == "release":
+            yield OutputDelta(request.request_id, [], finished=True)
+            return
         params = _params(request)
         sequences = [self._sequence(request, embeddings, params.of_choice(index)) for index in range(params.n)]
         self._check_admission(len(sequences))
+        if transfer is not None and transfer.step == "receive":
+            await self._receive(sequences)
         output = _Output(request.request_id, len(sequences))
         for index, sequence in enumerate(sequences):
             self._choices[sequence] = _Choice(output, index, sequence, params)
@@ -216,7 +226,8 @@ class SimulatedEngine:
         self._keep_stepping()
         try:
             while (delta := await output.deltas.get()) is not None:
-                yield delta
+                is_sent = transfer is not None and transfer.step == "send"
+                yield msgspec.structs.replace(delta, kv_params=b"{}") if is_sent else delta
                 if delta.finished:
                     return
             raise WorkerLost("the worker's engine has stopped")
@@ -224,6 +235,13 @@ class SimulatedEngine:
             for sequence in sequences:
                 del self._choices[sequence]
                 self._scheduler.remove(sequence)
+
+    async def _receive(self, sequences: Sequence[SimulatedSequence]) -> None:
+        """Wait until the blocks of the prompts are read, all but their last token."""
+        for sequence in sequences:
+            sequence.num_received = sequence.num_prompt_tokens - 1
+            ms = sequence.num_received * self._config.transfer_token_ms
+            await asyncio.sleep(ms * 1e-3 / self._config.speedup)
 
     async def administer(self, call: AdminCall) -> AdminResult:
         raise InvalidRequest(f"a simulated engine does not support {type(call).__name__}")
@@ -336,6 +354,8 @@ def _params(request: EngineRequest) -> SimulatedParams:
         raise PromptRejected("malformed sampling parameters") from error
     if params.n < 1:
         raise PromptRejected("n must be positive")
+    if request.kv_transfer is not None and request.kv_transfer.step == "send":
+        return SimulatedParams(max_tokens=1, output_kind=_FINAL_ONLY, seed=params.seed)
     return params
 
 
@@ -361,6 +381,7 @@ async def serve_simulated(
     model: str,
     listen: str | None,
     arena_directory: str,
+    role: WorkerRole = "worker",
     host_arena: HostArena | None = None,
     gateways: Sequence[TcpAddress] = (),
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
@@ -375,7 +396,7 @@ async def serve_simulated(
 
         async def serve_one(number: int, address: str | None) -> int:
             settings = _of_worker(worker, number) if number else worker
-            engine = SimulatedEngine(config, model=model)
+            engine = SimulatedEngine(config, model=model, role=role)
             serving = SimulatedWorker(
                 engine,
                 settings,

@@ -187,10 +187,12 @@ class Scheduler:
             sequence = self.waiting[0]
             cached = self.pool.find(sequence.cacheable_ids())
             num_cached = len(cached) * self._block_size
-            if sequence.num_preemptions == 0:
-                sequence.num_cached_tokens = num_cached
-            num_tokens = min(len(sequence.token_ids) - num_cached, self._token_budget)
-            inputs, num_tokens = self._plan_encoder(sequence, num_cached, num_tokens)
+            start = num_cached
+            if sequence.num_preemptions == 0:  # what it has received is lost with its blocks
+                start = sequence.num_cached_tokens = max(num_cached, sequence.num_received)
+                sequence.num_transferred = start - num_cached
+            num_tokens = min(len(sequence.token_ids) - start, self._token_budget)
+            inputs, num_tokens = self._plan_encoder(sequence, start, num_tokens)
             if num_tokens == 0:
                 return
             if not self._fits_whole(sequence, cached):
@@ -200,6 +202,9 @@ class Scheduler:
             self.pool.use(cached)
             sequence.start(cached)
             self.running.append(sequence)
+            if start > num_cached:
+                self._extend(sequence, start - num_cached)
+                sequence.num_computed = start
             self._extend(sequence, num_tokens)
             self._add_work(step, sequence, num_tokens, inputs)
 

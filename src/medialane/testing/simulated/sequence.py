@@ -273,7 +273,8 @@ class SimulatedSequence:
     one of `stop_token_ids`, which its first `min_tokens` do not include.
 
     `blocks` hold the KV cache of `num_computed` tokens; `num_cached_tokens` is the number of prompt tokens found by the
-    first prefix lookup (None before).
+    first prefix lookup (None before), together with `num_transferred` that another engine has computed, of the first
+    `num_received`.
     """
 
     def __init__(
@@ -301,6 +302,7 @@ class SimulatedSequence:
         self.blocks: list[Block] = []
         self.num_computed = 0
         self.num_cached_tokens: int | None = None
+        self.num_received = self.num_transferred = 0
         self.num_preemptions = 0
         self.queued_s = self.scheduled_s = self.first_token_s = 0.0
         self._min_tokens = min_tokens

@@ -102,7 +102,8 @@ _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 class CaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """`largest_difference` is between two numbers, such as logprobs; `has_effect` is false for a variation of a case
     that plain vLLM answers like the case itself. The last fields are from medialane's report on the request;
-    `embeddings` is what the worker did about the items' embeddings, each outcome once."""
+    `embeddings` is what the worker did about the items' embeddings, each outcome once; `prefill` whether another worker
+    has computed the prompt, of which the worker of the answer has read `transferred_tokens`."""
 
     kind: str
     case: str
@@ -116,6 +117,8 @@ class CaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
     transport: str = ""
     cache: str = ""
     embeddings: tuple[str, ...] = ()
+    prefill: str = ""
+    transferred_tokens: int = 0
 
 
 class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -137,8 +140,18 @@ class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def passed(self) -> bool:
-        """Whether no answer differs, and plain vLLM has answered at all."""
-        return not self.count("differs") and self.num_equal > 0
+        """Whether no answer differs, plain vLLM has answered at all, and prompts that are computed by other workers
+        are not computed again."""
+        return not self.count("differs") and self.num_equal > 0 and (self.num_transferred > 0 or not self.prefills)
+
+    @property
+    def prefills(self) -> dict[str, int]:
+        """In how many cases another worker has computed the prompt, or why not; empty if there was none."""
+        return dict(Counter(result.prefill for result in self.results if result.prefill))
+
+    @property
+    def num_transferred(self) -> int:
+        return sum(result.transferred_tokens for result in self.results)
 
     @property
     def num_equal(self) -> int:
@@ -166,7 +179,7 @@ def judge(
     verdict, largest, detail = _verdict(kind, ours, plain, tolerance)
     if verdict == "differs" and case.varies and not has_effect and _CLIENT_ERROR <= ours.status < _SERVER_ERROR:
         verdict, detail = "skipped", f"no effect in plain vLLM; medialane: {ours.status}: {ours.error}"
-    items = ours.report.get("items", ())
+    items, prefill = ours.report.get("items", ()), ours.report.get("prefill", {})
     caches = {item["cache"] for item in items}
     return CaseResult(
         kind=kind.name,
@@ -181,6 +194,8 @@ def judge(
         transport=ours.report.get("transport", ""),
         cache=caches.pop() if len(caches) == 1 else "mixed" if caches else "",
         embeddings=tuple(sorted({item["embedding"] for item in items if "embedding" in item})),
+        prefill=prefill.get("outcome", ""),
+        transferred_tokens=prefill.get("transferred_tokens", 0),
     )
 
 
@@ -268,6 +283,9 @@ def show(report: CheckReport, console: Console) -> None:
         _print(console, f"in stage {name}: {number} of {len(report.results)} cases")
     for text in _embeddings(report):
         _print(console, text)
+    for outcome, number in sorted(report.prefills.items()):
+        tokens = f", {report.num_transferred} tokens transferred" if outcome == "split" else ""
+        _print(console, f"prefill {outcome}: in {number} of {len(report.results)} cases{tokens}")
     if report.predicted:
         _print(console, f"prompts are known from the size of media: {', '.join(report.predicted)}")
     for note in report.notes:
@@ -303,6 +321,8 @@ def _outcome_of_check(report: CheckReport) -> str:
     text = f"{report.model}: {len(report.results)} cases in {report.seconds:.0f} s: {', '.join(counts)}"
     if not report.num_equal:
         text += "; plain vLLM has answered none of them"
+    if report.prefills and not report.num_transferred:
+        text += "; no prompt was read from the worker that computes prompts"
     return f"[{'green' if report.passed else 'red'}]{escape(text)}[/]"
 
 

@@ -50,6 +50,7 @@ from medialane.types.request import (
     EmbeddingCounts,
     EncodeCache,
     EngineRequest,
+    KvTransfer,
     ModelCard,
     OutputDelta,
     UnexpandedPrompt,
@@ -67,6 +68,14 @@ from medialane.vllm_bridge.engine.engine_request import (
     prompt_token_ids,
 )
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
+from medialane.vllm_bridge.engine.kv_transfer import (
+    Transfers,
+    check_transfer,
+    choose_address,
+    encode_params,
+    kv_group,
+    read_params,
+)
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.engine.plugin import PrivateFolder, register, show_vllm_lines
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
@@ -83,6 +92,7 @@ from medialane.vllm_bridge.seams.engine import (
     is_engine_dead,
     num_unfinished_by_rank,
     stop_listening,
+    watch_transfers,
 )
 from medialane.vllm_bridge.seams.multimodal import limit_sampled_frames, processor_of
 
@@ -109,13 +119,15 @@ def build_engine(
     max_sampled_frames: int = 768,
     encode_cache: EncodeCache = "auto",
     role: WorkerRole = "worker",
+    host: str = "",
 ) -> VllmEngine:
     """Start vLLM in this process and its children. Blocks for tens of seconds; call it before serving.
 
     `vllm_args` are vLLM's own flags. `release_timeout_s` limits the wait until EngineCore has released an aborted
     request, `max_sampled_frames` the frames of a video that is decoded here. `encode_cache` is whether embeddings are
-    kept; `learn_encoder` completes the card then. With the role `encoder` the engine has no language model. Raises
-    StartupFailed. The caller owns the engine and closes it.
+    kept; `learn_encoder` completes the card then. With the role `encoder` the engine has no language model, with
+    `prefill` or `decode` a connector for KV blocks; other hosts reach this one as `host`. Raises StartupFailed. The
+    caller owns the engine and closes it.
     """
     folder = PrivateFolder()
     try:
@@ -124,6 +136,7 @@ def build_engine(
         folder.enter()
         events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config, role=role)
+        choose_address(args, host)
         register()  # vLLM calls it only once in a process, perhaps in one from which this one was forked
         limit_sampled_frames(max_sampled_frames)
         recorder = LoadRecorder()
@@ -132,6 +145,7 @@ def build_engine(
             config = args.create_engine_config(usage)
             show_vllm_lines(config.logging_config.log_level)
             check_prefix_cache(config)
+            check_transfer(config, role)
             embeddings = EngineEmbeddings(config, encode_cache, arena_directory=arena_directory, role=role)
             enter_phase("starting the engine")
             llm = AsyncLLM.from_vllm_config(
@@ -154,6 +168,7 @@ def build_engine(
         embeddings=embeddings,
         arena_directory=arena_directory,
         release_timeout_s=release_timeout_s,
+        role=role,
     )
 
 
@@ -214,6 +229,7 @@ class VllmEngine:
         embeddings: EngineEmbeddings,
         arena_directory: str,
         release_timeout_s: float,
+        role: WorkerRole = "worker",
     ) -> None:
         self.llm = llm
         self._recorder = recorder
@@ -236,7 +252,10 @@ class VllmEngine:
             remove=lambda number: self._ask("remove_lora", number, timeout_s=ADAPTER_TIMEOUT_S),
             reads_path=may_span_hosts(llm.vllm_config),
         )
-        self.card = _card(llm, profile)
+        self.card = _card(llm, profile, role)
+        self._transfers = Transfers()
+        if self.card.kv_group:
+            watch_transfers(llm, self._transfers.begun)
 
     @property
     def takes_media(self) -> bool:
@@ -305,7 +324,14 @@ class VllmEngine:
         tensors: Sequence[Sequence[memoryview]],
         embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
+        transfer = request.kv_transfer
         with mapped_errors():
+            if transfer is not None and transfer.step == "release":
+                await self._release_blocks(request.request_id, transfer)
+                yield OutputDelta(request.request_id, [], finished=True)
+                return
+            if transfer is not None and transfer.step == "receive" and self._reader.params(request).n > 1:
+                request = await self._with_fetched_blocks(request, transfer, tensors, embeddings)
             sent = self._reader.embeddings(request, embeddings)
             engine_input = await self._reader.engine_input(request, tensors, embeddings)
             # The decoder's prompt of a model that has an encoder's is known to the gateway.
@@ -315,6 +341,7 @@ class VllmEngine:
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
             named = self._reader.named_for_engine(engine_input)
             async with (
+                self._transfers.in_time(request.request_id, transfer),
                 self._adapters.using(self._reader.lora(request), exact=bool(request.generated)) as lora,
                 aclosing(self._outputs(request, named, sent, lora)) as outputs,
             ):
@@ -323,8 +350,41 @@ class VllmEngine:
                     if has_error(output):
                         await self._check_cause(request, output, reads_arena=reads_arena, first=first)
                     for delta in to_deltas(output, first=first, expanded=expanded, placed=placed):
-                        yield delta
+                        yield delta if transfer is None else self._with_transfer(delta, output, transfer)
                     first = False
+
+    async def _release_blocks(self, request_id: str, transfer: KvTransfer) -> None:
+        """Have the connector tell another engine that blocks, which it keeps for this one, are not read."""
+        params = read_params(transfer.params, self.llm.vllm_config.kv_transfer_config)
+        if params is not None:
+            await self.llm.notify_kv_transfer_request_rejected(request_id, params)
+
+    async def _with_fetched_blocks(
+        self,
+        request: EngineRequest,
+        transfer: KvTransfer,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None],
+    ) -> EngineRequest:
+        """Return a request for several choices without parameters of KV blocks: each choice would read the blocks,
+        which are kept for one reader. They are read into the prefix cache before, if there is one."""
+        if transfer.params and self.card.block_size:
+            fetch = msgspec.structs.replace(
+                request, request_id=f"{request.request_id}-kv", kv_transfer=KvTransfer("fetch", transfer.params)
+            )
+            async with aclosing(self.generate(fetch, tensors, embeddings)) as deltas:
+                async for delta in deltas:
+                    self._transfers.begun(request.request_id, delta.num_transferred_tokens)
+        elif transfer.params:
+            await self._release_blocks(request.request_id, transfer)
+        return msgspec.structs.replace(request, kv_transfer=KvTransfer("receive"))
+
+    def _with_transfer(self, delta: OutputDelta, output: RequestOutput, transfer: KvTransfer) -> OutputDelta:
+        """Return the output with what it says about KV blocks of other engines."""
+        if transfer.step == "send":
+            return msgspec.structs.replace(delta, kv_params=encode_params(output.kv_transfer_params))
+        num_tokens = self._transfers.take(delta.request_id)
+        return msgspec.structs.replace(delta, num_transferred_tokens=num_tokens) if num_tokens else delta
 
     async def administer(self, call: AdminCall) -> AdminResult:
         with mapped_errors():
@@ -385,6 +445,7 @@ class VllmEngine:
             settled = True
             raise
         finally:
+            self._transfers.take(request.request_id)
             if not settled:
                 await self._wait_released(request.request_id)
 
@@ -487,14 +548,16 @@ class VllmEngine:
             await self._ask("medialane_refused", request.request_id, timeout_s=self._release_timeout_s)
         ):
             raise HandoverFailed("the engine could not read the features from the arena")
-        may_be_grammar = first and self.llm.vllm_config.kv_transfer_config is None  # a connector fails requests, too
-        if may_be_grammar and isinstance(output, RequestOutput):
+        if first and request.kv_transfer is not None:  # if it is something else, it fails again
+            raise HandoverFailed("the engine has failed a request with KV blocks of another one")
+        connector = self.llm.vllm_config.kv_transfer_config
+        may_be_grammar = connector is None or connector.kv_load_failure_policy == "recompute"  # others fail requests
+        if first and may_be_grammar and isinstance(output, RequestOutput):
             check_grammar(output, self._reader.params(request))
 
 
-def _card(llm: AsyncLLM, profile: ModelProfile | None) -> ModelCard:
+def _card(llm: AsyncLLM, profile: ModelProfile | None, role: WorkerRole) -> ModelCard:
     config = llm.vllm_config
-    role: WorkerRole = ENCODER if config.is_mm_encoder_only else "worker"
     # An encoder publishes no KV events.
     num_ranks = len(llm.get_kv_event_sources()) or config.parallel_config.data_parallel_size
     cache = config.cache_config
@@ -511,5 +574,6 @@ def _card(llm: AsyncLLM, profile: ModelProfile | None) -> ModelCard:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         data_parallel_size=num_ranks,
         max_loras=config.lora_config.max_loras if config.lora_config is not None else 0,
-        role=role,
+        role=ENCODER if config.is_mm_encoder_only else role,
+        kv_group=kv_group(config),
     )

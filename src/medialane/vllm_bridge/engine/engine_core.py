@@ -17,28 +17,35 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import astuple
+from vllm.platforms import current_platform
 
 from medialane.runtime.linux import signal_on_parent_death
 from medialane.types.errors import InvalidEmbeds, InvalidFeature, PreparationFailed
 from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.engine.engine_embeddings import Measured
+from medialane.vllm_bridge.engine.kv_transfer import SIDE_CHANNEL_PORT
 from medialane.vllm_bridge.engine.unexpanded_prompt import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
 from medialane.vllm_bridge.seams import engine_core
 from medialane.vllm_bridge.seams.encoder_cache import WorkerEncoder, connector_of, on_every_rank, only_encodes
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
+from medialane.vllm_bridge.seams.kv_transfer import yield_cores
 
 T = TypeVar("T")
 
 
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
+    if current_platform.is_cpu() and SIDE_CHANNEL_PORT in os.environ:
+        with suppress(ImportError):  # the connector says what is missing
+            yield_cores()
     engine_core.report_phases()
     engine_core.use_socket_folder()
     engine_core.change(

@@ -16,6 +16,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
+from medialane.vllm_bridge.engine.kv_transfer import transfer_config, transfer_report
 from medialane.vllm_bridge.learned.model_profile import ModelProfile, ProfileReport
 from medialane.vllm_bridge.seams import cpu, encoder_cache
 from medialane.vllm_bridge.seams.arguments import parse_vllm_args
@@ -46,8 +47,9 @@ def engine_args(
     args.mm_processor_cache_gb = 0
     # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
     args.prefix_caching_hash_algo = HASH_ALGORITHM
-    args.kv_events_config = kv_events if role == "worker" else None
+    args.kv_events_config = kv_events if role != ENCODER else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
+    args.kv_transfer_config = transfer_config(args.kv_transfer_config, role)
     is_single = (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
     if current_platform.is_cpu() and args.distributed_executor_backend is None and is_single:
         args.distributed_executor_backend = cpu.QUALIFIED_NAME  # a single process runs the model
@@ -68,11 +70,14 @@ def _is_given(vllm_args: Sequence[str], flag: str) -> bool:
 
 class ModelReport(msgspec.Struct, frozen=True):
     """`media` is None if the model takes none; `no_embeddings` is why embeddings are not kept, empty if nothing is
-    known to prevent it."""
+    known to prevent it. Of workers with the roles prefill and decode, `connector` is that of their KV blocks, or
+    `not_split` why there can be none."""
 
     architecture: str
     media: ProfileReport | None
     no_embeddings: str
+    connector: str = ""
+    not_split: str = ""
 
 
 def model_report(model: str, vllm_args: Sequence[str]) -> ModelReport:
@@ -81,8 +86,11 @@ def model_report(model: str, vllm_args: Sequence[str]) -> ModelReport:
         UsageContext.UNKNOWN_CONTEXT
     )
     takes_media = config.model_config.supports_multimodal_inputs
+    connector, not_split = transfer_report(config)
     return ModelReport(
         architecture=config.model_config.architecture,
         media=ModelProfile(new_processor(config.model_config)).report() if takes_media else None,
         no_embeddings=encoder_cache.unfit_reason(config),
+        connector=connector,
+        not_split=not_split,
     )

@@ -23,6 +23,7 @@ from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import embedding_connector
 from medialane.vllm_bridge.engine.embedding_connector import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
+from medialane.vllm_bridge.engine.kv_transfer import FOR_CONNECTOR, apply_transfer
 from medialane.vllm_bridge.engine.unexpanded_prompt import UnexpandedRenderer
 from medialane.vllm_bridge.items.arena_tensors import ArenaItem
 from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
@@ -53,6 +54,7 @@ class RequestReader:
         has mapped."""
         self._arenas = arenas
         self._embeddings = embeddings
+        self._kv_transfer = llm.vllm_config.kv_transfer_config
         self._checker = None if profile is None else profile.checker
         self._takes_chunks = profile is not None and takes_chunks(profile.processor)
         if profile is not None:
@@ -99,6 +101,9 @@ class RequestReader:
             # "full" makes the engine report blocks again that it already holds, as if they were copies.
             params.extra_args.pop("kv_cache_report_mode", None)
             params.extra_args.pop(_FOR_CONNECTOR, None)  # a client's: the connector is ours
+            params.extra_args.pop(FOR_CONNECTOR, None)  # a client's: they name hosts to which the engine would connect
+        if request.kv_transfer is not None:
+            apply_transfer(params, request.kv_transfer, self._kv_transfer)
         if embeddings is not None:
             params.extra_args = {**(params.extra_args or {}), _FOR_CONNECTOR: {embedding_connector.KEY: embeddings}}
         return params

@@ -1,7 +1,7 @@
 """Converts vLLM's `RequestOutput` and `PoolingRequestOutput` to `OutputDelta` and back, field by field.
 
-Fields that vLLM's OpenAI app reads are included; fields that belong to one engine (KV-transfer parameters, routed
-experts, sampling masks) stay in the worker.
+Fields that vLLM's OpenAI app reads are included; fields that belong to one engine (routed experts, sampling masks) stay
+in the worker. Parameters of KV transfers are added by the engine.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
             raise EngineDeadError(error.message) from error
 
     async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
-        _unsupported("KV transfer")
+        """No-op: parameters of clients reach no connector."""
 
     async def is_tracing_enabled(self) -> bool:
         """Called by the app before it makes the request of each prompt."""

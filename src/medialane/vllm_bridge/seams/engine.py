@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -70,6 +71,23 @@ def num_unfinished_by_rank(llm: AsyncLLM) -> list[int]:
     core = llm.engine_core
     num_by_engine = Counter(core.reqs_in_flight.get(request_id) for request_id in llm.output_processor.request_states)
     return [num_by_engine[engine] for engine in core.core_engines]
+
+
+def watch_transfers(llm: AsyncLLM, note: Callable[[str, int], None]) -> None:
+    """Call `note`, before the first output of a request, with the id by which it was made, and the number of tokens
+    whose KV blocks were read from another engine. To be called before the first request."""
+    processor = llm.output_processor
+    process_outputs = processor.process_outputs
+
+    def process(engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for output in engine_core_outputs:
+            if (stats := output.prefill_stats) is not None:
+                state = processor.request_states.get(output.request_id)
+                if state is not None:
+                    note(state.external_req_id, stats.num_external_cached_tokens)
+        return process_outputs(engine_core_outputs, *args, **kwargs)
+
+    processor.process_outputs = process
 
 
 def stop_listening(llm: AsyncLLM) -> None:

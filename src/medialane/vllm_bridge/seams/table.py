@@ -630,6 +630,36 @@ GROUPS: tuple[Group, ...] = (
             read :RequestStateStats with queued_ts, scheduled_ts, first_token_ts, last_token_ts
         """),
     ),
+    _engine(
+        name="KV transfer",
+        purpose="a worker reports how many tokens of a prompt it has read from another one",
+        processes=("worker",),
+        without="a prompt that is computed twice is not noticed",
+        instead="vLLM's metrics have the sum over all requests",
+        tests=("tests/contract/test_vllm_kv_transfer.py",),
+        seams=_seams("""
+            replace vllm.v1.engine.output_processor:OutputProcessor.process_outputs(self, engine_core_outputs,
+                engine_core_timestamp, iteration_stats, weight_version) in
+                vllm.v1.engine.async_llm:AsyncLLM._run_output_handler
+            read vllm.v1.engine:EngineCoreOutput with request_id, prefill_stats
+            read vllm.v1.metrics.stats:PrefillStats with num_external_cached_tokens
+            read vllm.v1.engine.output_processor:RequestState with external_req_id
+        """),
+    ),
+    Group(
+        name="NIXL on a CPU",
+        purpose="an engine with a NIXL connector keeps its cores, and does not poll on one of them",
+        module="seams.kv_transfer",
+        processes=("check",),  # a worker without a role must not import NIXL
+        without="two idle engines cost two cores",
+        instead="none",
+        tests=("tests/contract/test_vllm_kv_transfer.py",),
+        is_optional=True,
+        seams=_seams("""
+            call vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker:NixlBaseConnectorWorker(vllm_config,
+                engine_id, kv_cache_config)
+        """),
+    ),
     Group(
         name="KV events",
         purpose="the worker decodes the KV events that EngineCore publishes",

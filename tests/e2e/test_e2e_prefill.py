@@ -1,0 +1,226 @@
+"""`medialane serve --prefill 1 --decode 1`: answers are plain vLLM's, and each prompt is computed once.
+
+vLLM's ExampleConnector keeps KV blocks in files, by the content of the prompt: a block of another prompt or item would
+change the answer. It cannot be combined with a prefix cache: it counts tokens that are cached there as negative. NIXL
+moves blocks from one process to the other by the parameters that gateways pass on.
+"""
+
+import asyncio
+import json
+
+import pytest
+import pytest_asyncio
+from medialane_process import START_S, MedialaneProcess, kill
+from openai_http import OpenAiHttp, assert_same, chat, picture, text, video
+from process_tree import descendants, resident_bytes_of_arenas
+from shared_servers import LOG_FLAGS, STORE_FLAGS
+
+from waiting import eventually
+
+pytestmark = pytest.mark.vllm
+
+#: More than a block, so that one with all of the media is transferred.
+ASK = text("What is to be seen, in all of it? " * 20)
+SCHEMA = {"type": "object", "properties": {"colour": {"type": "string", "maxLength": 8}}, "required": ["colour"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+#: Tokens of a KV block on a CPU: ExampleConnector transfers whole ones, and not the last of a prompt.
+BLOCK = 128
+
+#: NIXL's: the worker that has computed a prompt keeps its blocks for a reader that is lost.
+LEASE_S = 30
+NUM_LEAVING = 40
+
+#: What the kernel maps around a page that is read, at most.
+MAPPED_AROUND = 64 << 10
+
+BODIES = {
+    "text": chat(text("a long text without media " * 60)),
+    "image": chat(picture(700), ASK),
+    "other image": chat(picture(701), ASK),
+    "two images": chat(picture(702), picture(703, 640, 200), ASK),
+    "two images in the other order": chat(picture(703, 640, 200), picture(702), ASK),
+    "image twice": chat(picture(704), picture(704), ASK),
+    "video": chat(video(705), ASK),
+    "image and video": chat(picture(706), video(707), ASK),
+    "log probabilities": chat(picture(708), ASK, logprobs=True, top_logprobs=3),
+    "of the prompt": chat(picture(709), ASK, prompt_logprobs=1),
+    "seed": chat(picture(710), ASK, temperature=0.8, seed=3),
+    "penalties": chat(picture(711), ASK, presence_penalty=0.6, frequency_penalty=0.4),
+    "stop string": chat(picture(712), ASK, stop=["e"]),
+    "grammar": chat(picture(713), ASK, response_format=FORMAT),
+    "tool": chat(picture(714), ASK, tools=[TOOL], tool_choice="required", max_tokens=40),
+    "two choices": chat(picture(716), ASK, n=2, temperature=0.8, seed=5),
+    "salt": chat(picture(715), ASK, cache_salt="salt"),
+}
+
+
+def example_connector(folder):
+    extra = {"shared_storage_path": str(folder / "blocks")}
+    config = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    # It saves what the first step has computed as if that were the whole prompt.
+    whole = ["--no-enable-prefix-caching", "--max-num-batched-tokens=8192"]
+    return [*whole, "--kv-transfer-config", json.dumps(config)]
+
+
+#: vLLM's flags. Without any, the command chooses NIXL.
+CONNECTORS = {"example": example_connector, "nixl": lambda _folder: []}
+
+
+@pytest.fixture(scope="module", params=CONNECTORS)
+def connector(request):
+    return request.param
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def split_serve(
+    connector, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory
+):
+    """The command, with each connector."""
+    folder = tmp_path_factory.mktemp("prefill")
+    process = MedialaneProcess.spawn(
+        "serve",
+        str(tiny_model),
+        ["--prefill", "1", "--decode", "1", "--prefill-at", "prefill", "--verbose", *LOG_FLAGS, *STORE_FLAGS],
+        [*server_flags, *CONNECTORS[connector](folder)],
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
+        log=folder / "serve.log",
+    )
+    await process.answers()
+    client = OpenAiHttp(process.base_url, process.model)
+    await eventually(lambda: both_ready(client), "both workers are ready", START_S)
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def split(split_serve) -> OpenAiHttp:
+    return OpenAiHttp(split_serve.base_url, split_serve.model)
+
+
+async def both_ready(client):
+    return (await client.metrics()).value("medialane_worker_state", state="ready") == 2
+
+
+async def outcomes(client):
+    return (await client.metrics()).by("medialane_prefills_total", "outcome")
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_answer_is_plain_vllms_and_its_prompt_was_transferred(split, plain, body):
+    answer = await split.succeed({**body, "medialane": {"report": True}})
+    found = answer.json.pop("medialane")["prefill"]
+    assert found["outcome"] == "split"
+    num_tokens = answer.json["usage"]["prompt_tokens"]
+    assert found["transferred_tokens"] >= max(1, num_tokens - 2 * BLOCK), "all but the last blocks"
+    assert_same(answer.json, (await plain.succeed(body)).json)
+
+
+async def test_stream_is_plain_vllms(split, plain):
+    body = chat(picture(720), ASK, stream=True, stream_options={"include_usage": True})
+    answer, right = await split.succeed(body), await plain.succeed(body)
+    assert (answer.ids, answer.content) == (right.ids, right.content)
+    assert answer.events[-1]["usage"]["prompt_tokens"] == right.events[-1]["usage"]["prompt_tokens"]
+    assert (await outcomes(split))["split"] > 0
+
+
+async def test_prompt_is_computed_by_the_worker_that_prefills_alone(split):
+    """vLLM counts at each worker which tokens it has computed, and which it has read."""
+    before = await computed(split)
+    answer = await split.succeed(chat(picture(730), picture(731), ASK))
+    after, num_tokens = await computed(split), answer.json["usage"]["prompt_tokens"]
+    assert after["prefill"] - before["prefill"] == num_tokens
+    assert after["decode"] - before["decode"] <= 2 * BLOCK < num_tokens
+
+
+async def test_worker_of_the_answer_reads_no_tensor(split_serve, split):
+    """It maps the pages with the first words of each entry, in each of its processes, and no others."""
+    names = split_serve.named_workers()
+    pids = {
+        role: split_serve.worker_pid(next(name for name in names if role in name)) for role in ("prefill", "decode")
+    }
+
+    def resident(role: str) -> int:
+        return sum(map(resident_bytes_of_arenas, (pids[role], *descendants(pids[role]))))
+
+    await split.succeed(chat(picture(734), ASK))  # both have mapped the arena
+    before = {role: resident(role) for role in pids}
+    answer = await split.succeed({**chat(picture(735, 1024, 768), ASK), "medialane": {"report": True}})
+    assert answer.json["medialane"]["prefill"]["transferred_tokens"] > 0
+    grown = {role: resident(role) - before[role] for role in pids}
+    assert grown["prefill"] > 10 * MAPPED_AROUND, grown
+    assert grown["decode"] <= 2 * MAPPED_AROUND, grown
+
+
+async def computed(client):
+    """Prompt tokens that the workers have computed, by role."""
+    page = await client.metrics()
+    labels = [s.labels for s in page.samples if s.name == "medialane_worker_role" and s.value]
+    name = "vllm:prompt_tokens_by_source_total"
+    return {each["role"]: page.value(name, worker=each["worker"], source="local_compute") for each in labels}
+
+
+async def test_completion_of_text_is_plain_vllms(split, plain):
+    body = {"prompt": "once upon a time " * 60, "max_tokens": 8, "temperature": 0, "prompt_logprobs": 1, "logprobs": 2}
+    before = (await outcomes(split)).get("split", 0)
+    ours, right = [await client.succeed(body, "/v1/completions") for client in (split, plain)]
+    assert_same(ours.json, right.json)
+    assert (await outcomes(split))["split"] == before + 1
+
+
+async def test_parameters_of_clients_reach_no_connector(split, plain):
+    """They could name any host."""
+    theirs = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "203.0.113.1", "remote_port": 1}
+    body = chat(picture(750), ASK)
+    answer = await split.succeed({**body, "kv_transfer_params": theirs})
+    assert_same(answer.json, (await plain.succeed(body)).json)
+
+
+@pytest.fixture
+def nixl(connector, split):
+    """Files of ExampleConnector outlive everybody, and a half-written one counts as whole."""
+    if connector != "nixl":
+        pytest.skip("of the product's connector")
+    return split
+
+
+async def kv_usage(client):
+    """How much of the KV caches is in use; blocks that are kept for another worker are."""
+    return sum(s.value for s in (await client.metrics()).samples if s.name == "vllm:kv_cache_usage_perc")
+
+
+async def nothing_is_kept(client, within_s):
+    async def is_free():
+        return not await kv_usage(client)
+
+    await eventually(is_free, "all KV blocks are free", within_s)
+
+
+async def test_clients_that_leave_leave_no_blocks_behind(nixl, plain):
+    """In each step of their requests, and sooner than leases end."""
+    expired = (await nixl.metrics()).value("vllm:nixl_num_kv_expired_reqs_total")
+    for number in range(NUM_LEAVING):
+        asking = asyncio.create_task(nixl.post(chat(picture(800 + number), ASK, max_tokens=100, ignore_eos=True)))
+        await asyncio.sleep(number * 0.02)  # time: so far
+        asking.cancel()
+        await asyncio.wait([asking])
+    await nothing_is_kept(nixl, LEASE_S / 2)
+    assert (await nixl.metrics()).value("vllm:nixl_num_kv_expired_reqs_total") == expired
+    body = chat(picture(799), ASK)
+    assert_same((await nixl.succeed(body)).json, (await plain.succeed(body)).json)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_killed_worker_costs_no_answer(split_serve, nixl, plain, role, after_s):
+    seed = 900 + 100 * (role == "decode") + int(100 * after_s)
+    bodies = [chat(picture(seed + number), ASK, max_tokens=40, ignore_eos=True) for number in range(6)]
+    expected = [(await plain.succeed(body)).json for body in bodies]
+    asking = [asyncio.create_task(nixl.succeed(body)) for body in bodies]
+    await asyncio.sleep(after_s)  # time: their requests are in different steps
+    (name,) = [name for name in split_serve.named_workers() if role in name]
+    kill(split_serve.worker_pid(name))
+    for answer, right in zip(await asyncio.gather(*asking), expected, strict=True):
+        assert_same(answer.json, right)
+    await eventually(lambda: both_ready(nixl), "the killed worker is back", START_S)
+    await nothing_is_kept(nixl, 2 * LEASE_S)
