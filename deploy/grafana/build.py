@@ -596,6 +596,7 @@ ROUTING: Rows = {
                 (rate("medialane_prefills_total", by="outcome"), "{{outcome}}"),
                 (rate("medialane_prompt_tokens_total", 'kind="transferred"') + " / 1000", "1000 tokens"),
             ],
+            until="the deployment has prefill workers",
         ),
         graph(
             "Index",

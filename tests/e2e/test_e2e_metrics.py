@@ -33,6 +33,7 @@ NOT_DONE = (
     "an encoder was late or has failed",
     "several gateways share a port",
     "the deployment has encoders",
+    "the deployment has prefill workers",
     "workers of another host copy media",
     "workers process media themselves",
 )
