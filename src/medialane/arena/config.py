@@ -54,7 +54,7 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise StartupFailed if the arena cannot be created there.
 
-        Files of dead owners count as free space: `reap` is called before `Arena.create`.
+        Files of dead owners count as free space: they are taken over, or removed before `Arena.create`.
         """
         if self.size_bytes < MIN_BYTES:
             raise StartupFailed(

@@ -257,16 +257,18 @@ def kept_arenas(directory: str) -> list[Reaped]:
 
 
 def reclaimable_bytes(directory: str) -> int:
-    """Return how many bytes of memory `reap` would free in `directory`."""
+    """Return how many bytes of memory in `directory` arenas have whose owners have exited: the next owner takes them
+    over, or `reap` frees them."""
     total = 0
-    for name in os.listdir(directory):
-        with _abandoned(directory, name) as num_bytes:
-            total += num_bytes or 0
+    for name in filter(FILE_NAME.fullmatch, os.listdir(directory)):
+        with abandoned(os.path.join(directory, name)) as descriptor:
+            if descriptor is not None and _is_arena(descriptor):
+                total += os.fstat(descriptor).st_blocks * 512
     return total
 
 
 @contextmanager
-def _abandoned(directory: str, name: str, successor: bytes = b"") -> Iterator[int | None]:
+def _abandoned(directory: str, name: str, successor: bytes) -> Iterator[int | None]:
     """Yield the memory occupied by an abandoned arena file, with its lock held; None for other files."""
     if not FILE_NAME.fullmatch(name):
         yield None

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from medialane.arena import Arena, ArenaView, Reaped, reap
+from medialane.arena.layout import KEPT, Lineage
 from medialane.arena.locks import reclaimable_bytes
 from medialane.types.tensor import ArenaRange
 
@@ -62,6 +63,17 @@ def test_file_of_a_live_owner_stays(shm):
         kill(process)
         assert reclaimable_bytes(shm) > 0
         assert len(reap(shm)) == 1
+
+
+def test_file_that_waits_for_its_next_owner_counts_as_free_space(shm, config):
+    """Or a killed store could not start again where there is room for one arena only."""
+    lineage = Lineage(b"of a test" + bytes(7))
+    arena = Arena.create(config, lineage=lineage)
+    arena.keep_for(KEPT)
+    arena.close(keep=True)
+    assert reap(shm) == []
+    assert reclaimable_bytes(shm) > 0
+    Arena.open(config, lineage=lineage).close()
 
 
 def test_only_files_of_dead_owners_are_reaped(shm, config):
