@@ -794,6 +794,7 @@ HOSTS_ROWS: Rows = {
             "Exits of processes",
             "Of the processes of `serve`, by cause: exited, or hung and were killed for it.",
             [(f"increase({of('medialane_process_exits_total')}{_RATE})", "{{instance}} {{process}} {{cause}}")],
+            until="a process has ended",
         ),
         graph(
             "Quarantined ranges",

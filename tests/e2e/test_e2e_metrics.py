@@ -29,6 +29,7 @@ UNTIL = "No data until "
 NOT_DONE = (
     "a request has been refused",
     "a worker has been lost",
+    "a process has ended",
     "a hand-over has failed",
     "an encoder was late or has failed",
     "several gateways share a port",
