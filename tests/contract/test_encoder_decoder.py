@@ -36,7 +36,8 @@ def renderer(family_renderer):
 
 @pytest.fixture(scope="module")
 def reader(renderer):
-    llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config)
+    config = SimpleNamespace(kv_transfer_config=None)
+    llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config, vllm_config=config)
     found = RequestReader(llm, ModelProfile(renderer.get_mm_processor()), set(), None)
     yield found
     found.renderer.close()

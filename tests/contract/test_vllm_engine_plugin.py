@@ -35,6 +35,7 @@ from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPro
 from medialane.types.tensor import TensorSpec
 from medialane.vllm_bridge.engine.engine import VllmEngine
 from medialane.vllm_bridge.engine.engine_core import install
+from medialane.vllm_bridge.engine.kv_transfer import Transfers
 from medialane.vllm_bridge.engine.plugin import register
 from medialane.vllm_bridge.items import (
     RESOLVER,
@@ -195,6 +196,7 @@ class FailingEngine(VllmEngine):
         self.llm = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None))
         self._adapters = SimpleNamespace(using=lambda _lora, *, exact: nullcontext())
         self._embeddings = SimpleNamespace(detach=_done)
+        self._transfers = Transfers()
         self._release_timeout_s = 1.0
         self._arena_directory = "/dev/shm"
         self._item = item
