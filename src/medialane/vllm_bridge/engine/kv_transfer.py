@@ -103,7 +103,7 @@ def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTrans
         return given
     if given is None:
         if importlib.util.find_spec("nixl") is None:
-            raise StartupFailed(f"--role {role} needs NIXL (pip install 'medialane[nixl]'), or --kv-transfer-config")
+            raise StartupFailed(f"--role {role} needs NIXL (the extra nixl), or --kv-transfer-config")
         # A block that could not be read is computed: the engine has descriptors of all items of the prompt.
         extra = {"num_threads": 1} if current_platform.is_cpu() else {}
         return KVTransferConfig(
