@@ -197,8 +197,8 @@ async def nothing_is_kept(client, within_s):
 
 
 async def test_clients_that_leave_leave_no_blocks_behind(nixl, plain):
-    """In each step of their requests, and nearly always sooner than leases end: 1 of 40 was kept for its lease on a busy
-    machine, perhaps since its abort crossed the output that names the blocks."""
+    """In each step of their requests, and nearly always sooner than leases end: one of 40 kept its lease on a
+    busy machine, perhaps since its abort crossed the output that names the blocks."""
     expired = (await nixl.metrics()).value("vllm:nixl_num_kv_expired_reqs_total")
     for number in range(NUM_LEAVING):
         asking = asyncio.create_task(nixl.post(chat(picture(800 + number), ASK, max_tokens=100, ignore_eos=True)))
