@@ -20,7 +20,7 @@ def of_python(lock: Path, prefixes: list[Path]) -> list[dict[str, Any]]:
     for each in distributions(path=paths):
         name, version = re.sub(r"[-_.]+", "-", each.name).lower(), each.version
         entry = entries.get(name, "")
-        if entry and f"{name}=={version}" not in f"{name}=={entry}" and " ; " not in entry.splitlines()[0]:
+        if entry and entry.split()[0] != version and " ; " not in entry.splitlines()[0]:
             raise SystemExit(f"medialane: {name} {version} is installed, which {lock} has not")
         hashes = [{"alg": "SHA-256", "content": text} for text in re.findall(r"sha256:(\w+)", entry)]
         component = {

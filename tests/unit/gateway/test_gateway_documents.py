@@ -432,5 +432,8 @@ async def test_what_only_calls_itself_a_document_is_what_it_is():
     parts = [{"type": "video_url", "video_url": {"url": DATA_URL}}]
     _, request = await asked(parts)
     assert [(ref.modality, ref.media_type) for ref in request.refs] == [("video", None)]
+    (found,), request = await asked([{"type": "image_url", "image_url": {"url": f"data:text/plain;base64,{PNG}"}}])
+    assert (found, request.store.asked) == (image(0), [])
+    assert [(ref.modality, ref.source, ref.media_type) for ref in request.refs] == [("image", "image", None)]
     request = await Asked({"images": [DATA_URL]}, Store(), path="/v2/embed")()
     assert [(ref.modality, ref.media_type) for ref in request.refs] == [("image", None)]

@@ -48,7 +48,7 @@ from medialane.media.data_url import (
 from medialane.media.embeds import MAX_FIELDS, read_embeds
 from medialane.types.errors import InvalidMediaUrl, InvalidRequest, MediaTooLarge, TooManyFrames
 from medialane.types.hashing import canonical_options
-from medialane.types.media import MODALITIES, Alias, MediaRef, Modality
+from medialane.types.media import MODALITIES, TEXT_TYPE, Alias, MediaRef, Modality
 from medialane.types.media_lease import MEDIA_SCHEME, is_leased, leased_hash
 
 #: Scheme of all references. Clients must not use it as a URL.
@@ -83,6 +83,8 @@ class MediaPlace(msgspec.Struct, frozen=True, gc=False):
             url, media_type, data = _read_url(located, self.modality, config)
         else:
             url, media_type, data = _read_base64(located, self.media_type, config)
+        if media_type == TEXT_TYPE:  # only files are texts, whatever media are declared as
+            media_type = None
         ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
         return ref, [(located.start, located.end, reference)]
 

@@ -742,7 +742,7 @@ class PrefillAttempt(Attempts):
         return super()._noted(delta, None)
 
     def _count(self, delta: OutputDelta) -> None:
-        """As above."""
+        """Count nothing: its token is none of the answer's."""
 
     async def _try_again(self, error: MedialaneError) -> None:
         """Only by another path: the other worker can compute the prompt at once."""
