@@ -44,8 +44,6 @@ from medialane.store.messages import (
     ImageSize,
     ItemDescribed,
     ItemFound,
-    LeasesListed,
-    ListLeases,
     LongCall,
     MediaLeased,
     NoEmbedding,
@@ -412,9 +410,7 @@ class StoreSession:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    def _reply_at_once(
-        self, call: FindCached | HoldEntries | GrantPulls | ResolveAlias | AskLease | ListLeases
-    ) -> Reply:
+    def _reply_at_once(self, call: FindCached | HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
         match call:
             case FindCached(call_id, refs, form, options, encoder):
                 processing = Processing(self._processor, options, encoder)
@@ -429,8 +425,6 @@ class StoreSession:
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
                 return MediaLeased(call.call_id, self._items.leases.ask(call))
-            case ListLeases(call_id, owner, salt):
-                return LeasesListed(call_id, self._items.leases.files_of(owner, salt))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply
@@ -464,7 +458,7 @@ class StoreSession:
             case PublishImage(call_id, entry):
                 return ImagePublished(call_id, await self._items.publish(entry))
             case PutMedia():
-                return MediaLeased(call.call_id, await self._put_media(call))
+                return MediaLeased(call.call_id, [await self._put_media(call)])
 
     async def _find(self, call: FindItem) -> Reply:
         source, processing = self._source(call), Processing(self._processor, call.options, call.encoder)

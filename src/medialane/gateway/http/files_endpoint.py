@@ -12,25 +12,25 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from medialane.gateway.http.access import FILES_PATH
-from medialane.gateway.http.media_endpoint import PIECE_BYTES, ask_lease, asking, put_media
+from medialane.gateway.http.media_endpoint import PIECE_BYTES, ask_lease, put_media
 from medialane.gateway.http.responses import NO_STORE, header, is_anthropic, query_fields, send_response
-from medialane.gateway.intake import read_upload
+from medialane.gateway.intake import read_upload, replay
 from medialane.gateway.intake.documents import file_id, uploaded
 from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.tasks import LoopFairness
 from medialane.store.client import StoreLink
-from medialane.store.messages import MAX_UPLOAD_S, LeasesListed, ListLeases, PutMedia
+from medialane.store.messages import MAX_UPLOAD_S, LeaseAction, PutMedia
 from medialane.types.errors import InvalidRequest, UnknownMedia
 from medialane.types.media import MediaRef
 from medialane.types.media_lease import LeasedMedia, leased_hash, salt_of
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
 FILE_PATH = f"{FILES_PATH}/{{file_id}}"
 CONTENT_PATH = f"{FILE_PATH}/content"
@@ -85,7 +85,7 @@ class FilesEndpoint:
             await self._send_content(scope, name, send)
             return
         else:
-            answer = _shown(scope, await self._ask(scope, name, "find"))
+            answer = _shown(scope, await self._ask(scope, name))
         await send_response(send, 200, msgspec.json.encode(answer))
 
     async def _create(self, scope: Scope, receive: Receive) -> LeasedMedia:
@@ -105,19 +105,13 @@ class FilesEndpoint:
         declared = PutMedia(
             0, ref.owner, ref.salt, len(data), MAX_UPLOAD_S, float(ttl) or None, ref.source, name=name, purpose=purpose
         )
-        starts = iter(range(0, len(data), PIECE_BYTES))
-
-        async def piece() -> Message:
-            end = (start := next(starts)) + PIECE_BYTES
-            return {"type": "http.request", "body": data[start:end], "more_body": end < len(data)}
-
-        return await put_media(self._link, declared, piece, self._fairness)
+        return await put_media(self._link, declared, replay(data, receive), self._fairness)
 
     async def _listed(self, scope: Scope, query: Mapping[str, str]) -> dict[str, Any]:
         limit = query.get("limit", str(_MAX_LISTED))
         if not limit.isdecimal() or not 0 < int(limit) <= _MAX_LISTED:
             raise InvalidRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
-        listed = cast("LeasesListed", await self._link.call(lambda call_id: ListLeases(call_id, *asking(scope)))).media
+        listed = await ask_lease(self._link, scope, None)
         found = [media for media in listed if query.get("purpose") in (None, media.purpose)]
         found.sort(key=lambda media: media.created_at, reverse=query.get("order") != "asc")
         names = [file_id(media) for media in found]
@@ -132,7 +126,7 @@ class FilesEndpoint:
         return answer | {"object": "list"}
 
     async def _send_content(self, scope: Scope, name: str, send: Send) -> None:
-        media = await self._ask(scope, name, "find")
+        media = await self._ask(scope, name)
         url, media_type = uploaded(name)
         ref = MediaRef("image", "file_id", url, media_type=media_type, salt=salt_of(scope["headers"]))
         data = await self._read(current_scope().owned(ref))
@@ -145,11 +139,12 @@ class FilesEndpoint:
                 piece = {"type": "http.response.body", "body": bytes(data[start:end]), "more_body": end < len(data)}
                 await send(piece)
 
-    async def _ask(self, scope: Scope, name: str, action: Literal["find", "end"]) -> LeasedMedia:
+    async def _ask(self, scope: Scope, name: str, action: LeaseAction = "find") -> LeasedMedia:
         try:
-            return await ask_lease(self._link, scope, leased_hash(uploaded(name)[0]), action=action, ttl_s=None)
+            (media,) = await ask_lease(self._link, scope, leased_hash(uploaded(name)[0]), action)
         except UnknownMedia as error:
             raise UnknownMedia(f"there is no file {name}, or it has expired", param="file_id") from error
+        return media
 
 
 def _shown(scope: Scope, media: LeasedMedia) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 from blake3 import blake3
@@ -20,14 +20,17 @@ from medialane.gateway.intake import check_salt
 from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.tasks import LoopFairness
 from medialane.store.client import StoreLink
-from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, Proceed, PutMedia, Question, SendData
-from medialane.types.errors import (
-    ClientDisconnected,
-    EmptyMedia,
-    InvalidRequest,
-    ProtocolViolation,
-    StoreUnavailable,
+from medialane.store.messages import (
+    MAX_UPLOAD_S,
+    AskLease,
+    LeaseAction,
+    MediaLeased,
+    Proceed,
+    PutMedia,
+    Question,
+    SendData,
 )
+from medialane.types.errors import ClientDisconnected, EmptyMedia, InvalidRequest, ProtocolViolation, StoreUnavailable
 from medialane.types.media import MODALITIES, Alias, Modality
 from medialane.types.media_lease import LeasedMedia, is_hash, salt_of
 from medialane.types.tensor import ArenaRange
@@ -35,12 +38,7 @@ from medialane.types.tensor import ArenaRange
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-
-_Action = Literal["find", "renew", "end"]
-_ACTIONS: Final[Mapping[str, _Action]] = {
-    "GET": "find", "HEAD": "find", "POST": "renew", "DELETE": "end"
-}  # fmt: skip
-
+_ACTIONS: Final[Mapping[str, LeaseAction]] = {"GET": "find", "HEAD": "find", "POST": "renew", "DELETE": "end"}
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 PIECE_BYTES = 512 * 1024
@@ -91,7 +89,7 @@ class MediaEndpoint:
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
         ttl_s = _ttl(query_fields(scope["query_string"], ("ttl",) if action == "renew" else ()))
-        leased = await ask_lease(self._link, scope, media, action=action, ttl_s=ttl_s)
+        (leased,) = await ask_lease(self._link, scope, media, action, ttl_s=ttl_s)
         return {"hash": media, "deleted": True} if action == "end" else await self._shown(leased)
 
     def _declared(self, scope: Scope, request: RequestScope) -> PutMedia:
@@ -139,18 +137,17 @@ async def put_media(link: StoreLink, declared: PutMedia, receive: Receive, fairn
         return msgspec.structs.replace(declared, call_id=call_id)
 
     with current_scope().timeline.measure("fetch"):
-        return cast("MediaLeased", await link.call(put, upload.write)).media
+        (media,) = cast("MediaLeased", await link.call(put, upload.write)).media
+    return media
 
 
-def asking(scope: Scope) -> tuple[str, str]:
-    """Return owner and salt of what the current request may use."""
+async def ask_lease(
+    link: StoreLink, scope: Scope, media: str | None, action: LeaseAction = "find", *, ttl_s: float | None = None
+) -> list[LeasedMedia]:
+    """Find, renew or end a lease that the current request may use; without `media`, find all of those on files. Raises
+    UnknownMedia, InvalidRequest."""
     request = current_scope()
-    return request.owner, request.salt(salt_of(scope["headers"])) or ""
-
-
-async def ask_lease(link: StoreLink, scope: Scope, media: str, *, action: _Action, ttl_s: float | None) -> LeasedMedia:
-    """Find, renew or end a lease of the current request's owner. Raises UnknownMedia, InvalidRequest."""
-    owner, salt = asking(scope)
+    owner, salt = request.owner, request.salt(salt_of(scope["headers"])) or ""
     reply = await link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s, salt))
     return cast("MediaLeased", reply).media
 
@@ -184,7 +181,8 @@ class _Upload:
             if not self._rest:
                 self._rest = await self._next()
             elif room := len(self._link.payload(question.range)) - self._num_bytes:
-                piece, self._rest = self._rest[:room], self._rest[room:]
+                size = min(room, PIECE_BYTES)
+                piece, self._rest = self._rest[:size], self._rest[size:]
                 await self._append(piece, question.range)
             else:
                 return Proceed(question.call_id)
