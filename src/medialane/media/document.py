@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from medialane.media.config import MAX_DPI, MediaConfig
+from medialane.media.config import MediaConfig
 from medialane.media.image_header import check_limits
 from medialane.types.errors import (
     EmptyMedia,
@@ -168,8 +168,6 @@ def _ranges(pages: str, num_pages: int) -> Iterator[tuple[int, int]]:
 
 def _pixels(points: tuple[float, float], options: DocumentOptions, config: MediaConfig) -> tuple[int, int]:
     """Return width and height of a page of this size once it is rendered."""
-    if not 0 <= options.dpi <= MAX_DPI or options.max_pixels < 0:
-        raise InvalidRequest(f"dpi must be between 1 and {MAX_DPI}, max_pixels positive")
     most = min(options.max_pixels or config.max_page_pixels, config.max_page_pixels, config.max_image_pixels)
     scale = (options.dpi or config.document_dpi) / POINTS_PER_INCH
     width, height = (max(1, math.ceil(side * scale)) for side in points)

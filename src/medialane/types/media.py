@@ -184,10 +184,10 @@ class DocumentOptions(msgspec.Struct, frozen=True):
     """
 
     pages: str = ""
-    dpi: int = 0
-    max_pixels: int = 0
+    dpi: _Count = 0
+    max_pixels: _Count = 0
     text: bool = True
-    max_pages: int = 0
+    max_pages: _Count = 0
 
 
 class DocumentPage(msgspec.Struct, frozen=True):

@@ -195,8 +195,8 @@ async def test_a_document_becomes_its_pages_in_the_form_of_the_api(form):
 
 
 async def test_large_numbers_reach_the_store_as_what_it_can_read():
-    _, request = await asked([chat_file(file_data=B64, dpi=10**30)])
-    assert request.store.asked[0][1].dpi == 1 << 31
+    _, request = await asked([chat_file(file_data=B64, max_pixels=10**30)])
+    assert request.store.asked[0][1].max_pixels == 1 << 31
 
 
 async def test_strings_may_be_written_with_escapes():
@@ -219,6 +219,8 @@ async def test_pages_have_the_bytes_of_their_document_in_common():
         ({"dpi": 150, "max_pixels": 10**6, "max_pages": 5}, DocumentOptions(dpi=150, max_pixels=10**6, max_pages=5)),
         ({"text": "none"}, DocumentOptions(text=False)),
         ({"text": "before"}, DocumentOptions()),
+        ({"dpi": 1200, "max_pixels": 1.0}, DocumentOptions(dpi=1200, max_pixels=1)),
+        (dict.fromkeys(("pages", "dpi", "max_pixels", "max_pages", "text")), DocumentOptions()),  # null is not set
     ],
 )
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
@@ -329,10 +331,21 @@ FILE = "messages[0].content[0].file"
 #: Part, status, code, field, and words of the message.
 REFUSED = {
     "an unknown key": (chat_file(file_data=B64, page="1"), 400, "invalid_request", f"{FILE}.page", "mean pages"),
-    "pages as a number": (chat_file(file_data=B64, pages=3), 400, "invalid_request", f"{FILE}.pages", "1-3,7"),
-    "a resolution of 0": (chat_file(file_data=B64, dpi=0), 400, "invalid_request", f"{FILE}.dpi", "at least 1"),
-    "a string as a number": (chat_file(file_data=B64, dpi="a"), 400, "invalid_request", f"{FILE}.dpi", "a number"),
-    "text after": (chat_file(file_data=B64, text="after"), 400, "invalid_request", f"{FILE}.text", '"before"'),
+    **{
+        f"{name} as {value!r}": (
+            chat_file(file_data=B64, **{name: value}), 400, "invalid_request", f"{FILE}.{name}", words,
+        )
+        for name, words, values in (
+            ("pages", "1-3,7", (3, 1.5, True, ["1"], {"first": 1})),
+            ("text", '"before"', ("after", "", True, 1, [])),
+            ("dpi", "at least 1", (0, -1, 0.5, -(10**30))),
+            ("dpi", "at most 1200", (1201, 10**30, 1e300)),
+            ("dpi", "a number", ("a", "100", True, [100], {})),
+            ("max_pixels", "at least 1", (0, -1)),
+            ("max_pages", "a number", ("2", False)),
+        )
+        for value in values
+    },
     "no data": (chat_file(filename="a.pdf"), 400, "empty_media", FILE, "file_data or file_id"),
     "no base64": (chat_file(file_data="data:application/pdf;base64,a b"), 400, "invalid_base64", FILE, "base64"),
     "an unknown file": (chat_file(file_id="file-abc"), 404, "unknown_media", FILE, "no file 'file-abc'"),
