@@ -445,8 +445,13 @@ async def test_what_only_calls_itself_a_document_is_what_it_is():
     parts = [{"type": "video_url", "video_url": {"url": DATA_URL}}]
     _, request = await asked(parts)
     assert [(ref.modality, ref.media_type) for ref in request.refs] == [("video", None)]
-    (found,), request = await asked([{"type": "image_url", "image_url": {"url": f"data:text/plain;base64,{PNG}"}}])
-    assert (found, request.store.asked) == (image(0), [])
-    assert [(ref.modality, ref.source, ref.media_type) for ref in request.refs] == [("image", "image", None)]
+    for media_type in ("text/plain", PDF_TYPE):
+        image_url = {"url": f"data:{media_type};base64,{PNG}", "detail": "low"}
+        (found,), request = await asked([{"type": "image_url", "image_url": image_url}])
+        assert (found["image_url"]["url"], request.store.asked) == ("ref 0", [])
+        assert [(ref.modality, ref.source, ref.media_type) for ref in request.refs] == [("image", "image", None)]
+    source = {"type": "base64", "media_type": PDF_TYPE, "data": PNG}
+    (found,), request = await asked([{"type": "image", "source": source}], path="/v1/messages")
+    assert (found["source"]["data"], request.refs[0].source) == ("ref 0", "image")
     request = await Asked({"images": [DATA_URL]}, Store(), path="/v2/embed")()
     assert [(ref.modality, ref.media_type) for ref in request.refs] == [("image", None)]

@@ -219,10 +219,14 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         return None, _type_of(data, declared, config), data
 
 
-def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple[SentDocument, list[Edit]] | None:
-    """Return the document that a client has declared and sent as an image; None if it is not a part of a message."""
+def document_image(
+    skeleton: Skeleton, ref: MediaRef, reference: bytes, config: MediaConfig
+) -> tuple[SentDocument, list[Edit]] | None:
+    """Return the document that a client has declared and sent as an image; None if it is an image, or not a part of a
+    message."""
     *path, member = _path(ref.param)
-    if member not in ("image_url", "source"):
+    is_image = ref.data is not None and _type_of(ref.data, PDF_TYPE, config) != PDF_TYPE
+    if is_image or member not in ("image_url", "source"):
         return None
     part = skeleton.value_at(tuple(path))
     form = _FORMS.get(string_or_none(decode_members(part).get("type", ABSENT)) or "image_url")

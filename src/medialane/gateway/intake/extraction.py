@@ -181,7 +181,8 @@ class _Items:
         try:
             found, made = place.extract(skeleton, reference, salt=salt, config=config)
             if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
-                found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
+                document = document_image(skeleton, found, reference, config)
+                found, made = document or (replace(found, media_type=None), made)
         except MedialaneError as error:
             raise (error if error.param else error.at(place.param)) from error
         except UNREADABLE as error:
