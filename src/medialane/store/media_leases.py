@@ -141,9 +141,7 @@ class MediaLeases:
             reservation, content = await self._received(call, resize, write)
             with reservation:
                 source, media_type = sniffed(reservation.buffer, call.modality, self._media)
-                entry = self._store.publish_as(
-                    reservation, source, salt=call.salt, content=content, media_type=media_type
-                )
+                entry = self._store.publish(reservation, source, salt=call.salt, content=content, media_type=media_type)
             try:
                 media = await self._described(entry, call)
                 if call.alias is not None:

@@ -87,7 +87,7 @@ from medialane.types.feature import Feature, Hold, LocalCopy
 from medialane.types.hashing import digest
 from medialane.types.media import EncodedMedia, MediaRef
 from medialane.types.media_lease import LeasedMedia
-from medialane.types.tensor import ArenaOffer, ArenaRange
+from medialane.types.tensor import EMBEDS_TYPE, ArenaOffer, ArenaRange
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, check_version
 from medialane.wire.listener import Listener
@@ -557,10 +557,13 @@ class StoreSession:
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Pin[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
-        reservation = store.reserve(num_bytes, writer=self.slot)
+        reservation = self._arena.reserve(num_bytes, "encoded", writer=self.slot)
         await self._written(call_id, reservation)
+        media_type = EMBEDS_TYPE if ref.is_embeds else ""
         with reservation:
-            return store.publish(reservation, ref, ref.content or "")
+            return store.publish(
+                reservation, ref.source, salt=ref.salt, content=ref.content or "", media_type=media_type
+            )
 
     async def _put_media(self, call: PutMedia) -> LeasedMedia:
         """Have the client write media into the arena, which are leased."""
