@@ -136,15 +136,13 @@ def render_page(data: memoryview, page: PageIo, config: MediaConfig) -> Image:
 def pages_wanted(options: DocumentOptions, num_pages: int, config: MediaConfig) -> list[int]:
     """Return the numbers of the pages, from 1, ascending. Raises InvalidRequest, TooManyPages."""
     most = min(options.max_pages or config.max_document_pages, config.max_document_pages)
-    wanted: set[int] = set()
-    for first, last in _ranges(options.pages, num_pages):
-        if last - first < most:
-            wanted.update(range(first, last + 1))
-        if last - first >= most or len(wanted) > most:
-            number = (
-                f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
-            )
-            raise TooManyPages(f"{number}, more than {most}: choose some by `pages`")
+    ranges = _ranges(options.pages, num_pages)
+    wanted = {number for first, last in ranges for number in range(first, min(last, first + most) + 1)}
+    if len(wanted) > most:
+        number = (
+            f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
+        )
+        raise TooManyPages(f"{number}, more than {most}: choose some by `pages`")
     return sorted(wanted)
 
 

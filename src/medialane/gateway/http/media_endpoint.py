@@ -23,7 +23,7 @@ from blake3 import blake3
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import FILES_PATH, LEASE_PATH, MEDIA_PATH
 from medialane.gateway.http.responses import NO_STORE, header, is_anthropic, query_fields, send_response
-from medialane.gateway.intake import check_salt, read_upload, replay
+from medialane.gateway.intake import check_salt, replay
 from medialane.gateway.intake.documents import file_id, uploaded
 from medialane.gateway.request.scope import RequestScope, current_scope
 from medialane.runtime.tasks import LoopFairness
@@ -41,6 +41,7 @@ from medialane.store.messages import (
 from medialane.types.errors import (
     ClientDisconnected,
     EmptyMedia,
+    InvalidBody,
     InvalidRequest,
     ProtocolViolation,
     StoreUnavailable,
@@ -199,17 +200,21 @@ class FilesEndpoint:
     async def _create(self, scope: Scope, receive: Receive) -> LeasedMedia:
         """Lease the file of a form, which intake has replaced by a reference."""
         request = current_scope()
-        form = (await receive()).get("body", b"")
-        filename, fields = read_upload(form, header(scope, b"content-type"), _FIELDS)
+        refs, upload = request.extracted.refs, request.extracted.upload
+        if upload is None:
+            raise InvalidBody("the body must be a form (multipart/form-data)")
+        if [ref.param for ref in refs] != ["file"]:
+            raise InvalidRequest("the form must have one file, in its field `file`", param="file")
+        filename, fields = upload
+        for name in fields.keys() - set(_FIELDS):
+            raise InvalidRequest(f"unknown field; supported here: file, {', '.join(_FIELDS)}", param=name[:64])
         if (purpose := fields.get("purpose", _PURPOSES[0] if is_anthropic(scope) else "")) not in _PURPOSES:
             raise InvalidRequest(f"purpose must be one of {', '.join(_PURPOSES)}", param="purpose")
         expires = "expires_in_seconds" if "expires_in_seconds" in fields else "expires_after[seconds]"
         if not (ttl := fields.get(expires, "0")).isdecimal():
             raise InvalidRequest(f"{expires} must be a whole number", param=expires.partition("[")[0])
         self._admit(request)
-        (ref,) = request.extracted.refs
-        data = ref.data or b""
-        name = filename[:_MAX_NAME_CHARS]
+        ref, data, name = refs[0], refs[0].data or b"", filename[:_MAX_NAME_CHARS]
         declared = PutMedia(
             0, ref.owner, ref.salt, len(data), MAX_UPLOAD_S, float(ttl) or None, ref.source, name=name, purpose=purpose
         )
