@@ -12,6 +12,7 @@ import numpy as np
 import pypdfium2
 import pytest
 from gateway_parts import Parts
+from msgspec import json
 from msgspec.structs import replace
 from PIL import Image as PILImage
 
@@ -61,7 +62,8 @@ def document(texts=TEXTS, **fields):
 
 def pages(ref, opened):
     """As intake makes them."""
-    return [replace(ref, param=f"{PARAM}.{p.number}", content=opened.content_hash, io=p.io) for p in opened.pages]
+    own = {"content": opened.content_hash}
+    return [replace(ref, param=f"{PARAM}.{p.io.page}", io=json.encode(p.io), **own) for p in opened.pages]
 
 
 def prompt(refs):
@@ -92,9 +94,9 @@ async def test_pages_are_pypdfium2s_pixels_in_every_stage(arena, preparers, work
         async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
             opened, _ = await ask(parts, ref)
         assert [page.text for page in opened.pages] == list(TEXTS)
-        assert [(page.height, page.width) for page in opened.pages] == [pixels.shape[:2] for pixels in expected]
+        assert [(page.io.height, page.io.width) for page in opened.pages] == [pixels.shape[:2] for pixels in expected]
     (features, _), (decoded, pixels), (url, files) = seen
-    assert [feature.size.width for feature in features.features] == [page.width for page in opened.pages]
+    assert [feature.size.width for feature in features.features] == [page.io.width for page in opened.pages]
     assert [one for (one,) in pixels] == [one.tobytes() for one in expected]
     for (file,), item, one in zip(files, url.media, expected, strict=True):
         assert (item.media_type, item.io) == ("image/png", b"{}")
@@ -161,8 +163,8 @@ async def test_tenants_share_neither_document_nor_pages(arena, preparers, worker
 async def test_options_choose_pages_and_their_pixels(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         opened, _ = await ask(parts, document(), DocumentOptions(pages="3,1-2,2", max_pixels=10_000, text=False))
-        assert [(page.number, page.text) for page in opened.pages] == [(1, ""), (2, ""), (3, "")]
-        assert all(9_000 < page.width * page.height <= 10_000 for page in opened.pages)
+        assert [(page.io.page, page.text) for page in opened.pages] == [(1, ""), (2, ""), (3, "")]
+        assert all(9_000 < page.io.width * page.io.height <= 10_000 for page in opened.pages)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +181,14 @@ async def test_page_has_twice_the_pixels_that_the_model_uses_unless_the_request_
     async with Parts(arena, preparers, [worker], assembler=FakeAssembler(used_pixels=20_000)) as parts:
         with open_scope():
             opened = await parts.gateway.open_document(document(), options)
-    assert [(page.width, page.height) for page in opened.pages] == [size] * len(TEXTS)
+    assert [(page.io.width, page.io.height) for page in opened.pages] == [size] * len(TEXTS)
 
 
 async def test_page_has_the_operators_resolution_if_it_is_not_known_what_the_model_uses(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             opened = await parts.gateway.open_document(document(), DocumentOptions(pages="1"))
-    assert [(page.width, page.height) for page in opened.pages] == [(1190, 1684)]
+    assert [(page.io.width, page.io.height) for page in opened.pages] == [(1190, 1684)]
 
 
 async def test_errors_name_the_document(arena, preparers, worker):

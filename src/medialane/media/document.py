@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
@@ -118,8 +117,7 @@ def open_document(data: memoryview, content: str, options: DocumentOptions, conf
                     f"the text of the document's pages has more than {config.max_document_text_bytes} bytes:"
                     " choose fewer pages, or none of their text"
                 )
-            io = msgspec.json.encode(PageIo(digests[number], height, number, renderer(), width))
-            pages.append(DocumentPage(number, width, height, text, io))
+            pages.append(DocumentPage(PageIo(digests[number], height, number, renderer(), width), text))
         return OpenedDocument(content, document.num_pages, tuple(pages))
 
 

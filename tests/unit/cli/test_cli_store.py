@@ -132,9 +132,9 @@ async def test_leased_document_is_taken_over_from_a_store_that_was_killed_withou
         """Open the document by its lease, and render its last page; return its texts, and the names of files."""
         reply = await link.call(lambda call_id: OpenDocument(call_id, ref, DocumentOptions(dpi=18)))
         *_, last = reply.document.pages
-        page = replace(ref, content=reply.document.content_hash, io=last.io)
+        page = replace(ref, content=reply.document.content_hash, io=msgspec.json.encode(last.io))
         found = await link.call(lambda call_id: FindItem(call_id, page, "decoded"), _look)
-        assert (found.feature.size.width, found.feature.size.height) == (last.width, last.height)
+        assert (found.feature.size.width, found.feature.size.height) == (last.io.width, last.io.height)
         listed = await link.call(lambda call_id: AskLease(call_id, "owner", None, "find"))
         return [page.text for page in reply.document.pages], [file.name for file in listed.media]
 

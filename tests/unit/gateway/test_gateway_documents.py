@@ -13,7 +13,7 @@ from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.types.errors import InvalidDocument
 from medialane.types.hashing import content_hash
-from medialane.types.media import PDF_TYPE, DocumentOptions, DocumentPage, OpenedDocument
+from medialane.types.media import PDF_TYPE, DocumentOptions, DocumentPage, OpenedDocument, PageIo
 
 JSON = [(b"content-type", b"application/json")]
 PDF = b"%PDF-1.7\n" + bytes(range(256)) * 8
@@ -45,7 +45,7 @@ class Store:
         if self.error is not None:
             raise self.error.at(ref.param)
         texts = self.texts[number]
-        pages = [DocumentPage(n, 100, 200, text, b'{"page":%d}' % n) for n, text in enumerate(texts, 1)]
+        pages = [DocumentPage(PageIo("d", 200, n, "r", 100), text) for n, text in enumerate(texts, 1)]
         content = content_hash(ref.data) if ref.data is not None else "c" * 64
         return OpenedDocument(content, len(texts), tuple(pages))
 
@@ -188,7 +188,7 @@ async def test_a_document_becomes_its_pages_in_the_form_of_the_api(form):
     assert (ref.modality, ref.media_type, ref.url or ref.data) == ("image", PDF_TYPE, given)
     assert options == DocumentOptions()
     assert [each.param for each in request.refs] == [f"{ref.param}#page=1", f"{ref.param}#page=2"]
-    assert [each.io for each in request.refs] == [b'{"page":1}', b'{"page":2}']
+    assert [each.page for each in request.refs] == [PageIo("d", 200, number, "r", 100) for number in (1, 2)]
     assert all((each.url or each.data, each.media_type) == (given, PDF_TYPE) for each in request.refs)
     assert all(each.content for each in request.refs)
     assert "open;dur=" in dict(request.sent[0]["headers"])[b"server-timing"].decode()

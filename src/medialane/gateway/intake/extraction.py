@@ -233,8 +233,8 @@ def with_pages(
             text = f"{text}\n" if (text := page.text.strip()) else ""
             parts += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
             parts.append(sent.form.image % next_reference())
-            param = f"{ref.param}{PAGE_MARK}{page.number}"
-            refs.append(replace(ref, param=param, content=document.content_hash, io=page.io))
+            param, io = f"{ref.param}{PAGE_MARK}{page.io.page}", msgspec.json.encode(page.io)
+            refs.append(replace(ref, param=param, content=document.content_hash, io=io))
         stand_ins.append(b",".join(parts))
     pattern = rb'"%b(\d+)"' % re.escape(references.prefix.encode())
     body = re.sub(pattern, lambda match: stand_ins[int(match[1])], found.body)
