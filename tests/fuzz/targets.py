@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from multidict import CIMultiDict
 from PIL import Image
