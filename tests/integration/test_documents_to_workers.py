@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import zlib
 from contextlib import aclosing
 
 import numpy as np
@@ -20,7 +19,7 @@ from medialane.gateway import GatewayConfig, open_scope
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
-from medialane.testing.sample_media import pdf_of, sample_pdf
+from medialane.testing.sample_media import sample_pdf
 from medialane.types.errors import (
     InvalidDocument,
     PreparationFailed,
@@ -32,6 +31,7 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
 from medialane.types.media import PDF_TYPE, Alias, DocumentOptions, MediaRef
+from pdf_maker import IMAGE, bomb, with_image
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 PARAM = "messages[0].content[0].file"
@@ -222,18 +222,7 @@ async def test_alias_stands_for_a_document(arena, preparers, worker):
 
 
 async def test_page_that_takes_too_long_costs_its_own_request_alone(arena, worker):
-    pixels = zlib.compress(bytes(32 << 20), 9).decode("latin-1")
-    shown = "9 0 0 9 0 0 cm/X Do"
-    hangs = pdf_of(
-        [
-            "<</Type/Catalog/Pages 2 0 R>>",
-            "<</Type/Pages/Count 1/Kids[3 0 R]>>",
-            "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</XObject<</X 5 0 R>>>>/Contents 4 0 R>>",
-            f"<</Length {len(shown)}>>\nstream\n{shown}\nendstream",
-            "<</Type/XObject/Subtype/Image/Width 100000/Height 100000/ColorSpace/DeviceGray/BitsPerComponent 1"
-            f"/Filter/FlateDecode/Length {len(pixels)}>>\nstream\n{pixels}\nendstream",
-        ]
-    )
+    hangs = with_image(bomb(IMAGE, bytes(32 << 20)))
     pool = PreparerPool(
         PrepareConfig(num_preparers=1, image_timeout_s=0.5, start_timeout_s=15),
         factory="medialane.testing.fake_processor:build_processor",

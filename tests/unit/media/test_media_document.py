@@ -4,7 +4,6 @@ sandbox. Pixels are compared with those that pypdfium2 renders by its own means.
 from __future__ import annotations
 
 import time
-import zlib
 
 import msgspec
 import numpy as np
@@ -23,21 +22,11 @@ from medialane.types.errors import (
     UnsupportedMediaType,
 )
 from medialane.types.media import PDF_TYPE, DocumentOptions, MediaSize
+from pdf_maker import CATALOG, ENCRYPTED, FONT, IMAGE, TEXT, TREE, UNKNOWN_CIPHER, bomb, nested, page, with_image
 
 pypdfium2 = pytest.importorskip("pypdfium2")
 
-CATALOG, TREE = "<</Type/Catalog/Pages 2 0 R>>", "<</Type/Pages/Count 1/Kids[3 0 R]>>"
-FONT = "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"
-TEXT = "BT /F 30 Tf 20 20 Td (some text) Tj ET"
 TEXTS = ["one", "two", "three"]
-
-
-def page(more="", *, size="200 100", content=TEXT, tree=TREE, catalog=CATALOG, objects=()):
-    """A document of one page, object 3, with its content, object 4; `objects` are from 6."""
-    drawn = f"<</Length {len(content)}>>\nstream\n{content}\nendstream" if "stream" not in content else content
-    box = f"/MediaBox[0 0 {size}]" if size else ""
-    first = f"<</Type/Page/Parent 2 0 R{box}/Resources<</Font<</F 5 0 R>>>>/Contents 4 0 R{more}>>"
-    return pdf_of([catalog, tree, first, drawn, FONT, *objects])
 
 
 def opened(data, options=None, **limits):
@@ -234,20 +223,6 @@ def test_text_is_bounded():
             opened(data, options, max_document_text_bytes=500)
 
 
-ENCRYPTED = pdf_of(
-    [
-        CATALOG,
-        TREE,
-        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]>>",
-        f"<</Filter/Standard/V 1/R 2/P -4/O({'o' * 32})/U({'u' * 32})>>",
-    ],
-    trailer="/Encrypt 4 0 R/ID[<00><00>]",
-)
-UNKNOWN_CIPHER = pdf_of(
-    [CATALOG, TREE, "<</Type/Page>>", "<</Filter/Mine/V 9>>"], trailer="/Encrypt 4 0 R/ID[<00><00>]"
-)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -271,19 +246,6 @@ def test_truncated_document_that_can_be_repaired_is_opened():
     assert opened(whole[: whole.index(b"xref\n")] + b"trailer\n<</Root 1 0 R>>\n").num_pages == 3
 
 
-def nested(depth):
-    kids = [f"<</Type/Pages/Count 1/Kids[{number + 1} 0 R]>>" for number in range(2, depth + 2)]
-    return pdf_of([CATALOG, *kids, "<</Type/Page/MediaBox[0 0 9 9]>>"])
-
-
-def bomb(head, data):
-    packed = zlib.compress(data, 9).decode("latin-1")
-    return f"<<{head}/Filter/FlateDecode/Length {len(packed)}>>\nstream\n{packed}\nendstream"
-
-
-IMAGE = "/Type/XObject/Subtype/Image/Width 100000/Height 100000/ColorSpace/DeviceGray/BitsPerComponent 1"
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -292,16 +254,7 @@ IMAGE = "/Type/XObject/Subtype/Image/Width 100000/Height 100000/ColorSpace/Devic
         page(content="q " * 200_000 + TEXT),
         page("/Annots " + "[" * 50_000 + "]" * 50_000),
         page(content=bomb("", b" " * (64 << 20))),
-        pdf_of(
-            [
-                *(
-                    CATALOG,
-                    TREE,
-                    "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</XObject<</X 5 0 R>>>>/Contents 4 0 R>>",
-                ),
-                *("<</Length 18>>\nstream\n9 0 0 9 0 0 cm/X Do\nendstream", bomb(IMAGE, bytes(32 << 20))),
-            ]
-        ),
+        with_image(bomb(IMAGE, bytes(32 << 20))),
         pdf_of([CATALOG, TREE, "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 3 0 R>>"]),
         pdf_of([CATALOG, "<</Type/Pages/Count 1/Kids[2 0 R]>>"]),
         page(content="<</Length 10/F(http://127.0.0.1/a)/FFilter/None>>\nstream\n0123456789\nendstream"),
