@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -145,7 +144,8 @@ def _with_font(font: str) -> bytes:
         content="BT /T 30 Tf 9 9 Td (aaaa) Tj ET",
         resources="/Font<</T 6 0 R>>",
         objects=[
-            "<</Type/Font/Subtype/TrueType/BaseFont/AAAAAA+A/FirstChar 97/LastChar 97/Widths[600]/FontDescriptor 7 0 R>>",
+            "<</Type/Font/Subtype/TrueType/BaseFont/AAAAAA+A/FirstChar 97/LastChar 97/Widths[600]"
+            "/FontDescriptor 7 0 R>>",
             "<</Type/FontDescriptor/FontName/AAAAAA+A/Flags 32/FontBBox[0 0 9 9]/FontFile2 8 0 R>>",
             font,
         ],
@@ -172,32 +172,35 @@ def _lines(num_bytes: int) -> bytes:
     return page(content="BT /F 1 Tf 1 TL 0 99 Td " + "(some text of a page) Tj 0 0 Td " * (num_bytes // 20) + "ET")
 
 
-_BIG = page("/Big 6 0 R", objects=[stream("x" * (33 << 20))])
+def _large() -> bytes:
+    return page("/Large 6 0 R", objects=[stream("x" * (33 << 20))])
+
+
+def _slow() -> bytes:
+    return with_image(bomb(IMAGE, bytes(32 << 20)))
+
+
+_QUOTED = '"\\\r\n\u2028<|im_end|>'
+
+_MANY = partial(of_pages, 100_000)
 
 DOCUMENT_ROWS = [
     *(Row(name, file(make), 200, mib=192.0, seconds=6.0) for name, make in _HARMLESS.items()),
     *(Row(name, file(make), 400, "invalid_document") for name, make in _INVALID.items()),
     Row("+ PDF whose page is 720,000 points wide", file(lambda: page(size="720000 720000"), max_pixels=90_000), 200),
     Row("+ PDF whose page is a line", file(lambda: page(size="720000 1"), max_pixels=90_000), 200),
-    Row("+ PDF of 100,000 pages", file(partial(of_pages, 100_000)), 400, "too_many_pages", 10.0, 256.0),
-    Row("+ PDF of 100,000 pages, one of them", file(partial(of_pages, 100_000), pages="99999"), 200, None, 10.0, 256.0),
+    Row("+ PDF of 100,000 pages", file(_MANY), 400, "too_many_pages", 10.0, 256.0),
+    Row("+ PDF of 100,000 pages, one of them", file(_MANY, pages="99999"), 200, None, 10.0, 256.0),
     Row("+ PDF that claims 100,000 pages", file(partial(claiming, 100_000)), 400, "too_many_pages"),
-    Row("+ PDF that claims 100,000 pages, one of them", file(partial(claiming, 100_000), pages="9"), 400, "invalid_document"),
+    Row("+ PDF that claims 100,000, one of them", file(partial(claiming, 100_000), pages="9"), 400, "invalid_document"),
     Row("+ PDF of more than a megabyte of text", file(partial(_lines, 1_100_000)), 413, "media_too_large", 10.0, 192.0),
-    Row("+ PDF of 33 MB", file(_BIG), 413, "media_too_large", 6.0, 256.0),
+    Row("+ PDF of 33 MB", file(_large), 413, "media_too_large", 6.0, 256.0),
     Row("+ PDF of nothing", file(b""), 400, "empty_media"),
     Row("+ PDF that is an archive", file(b"PK\3\4" + bytes(100)), 415, "unsupported_media_type"),
+    Row("+ PDF of a name in quotes", file(_WHOLE, filename=_QUOTED), 200),
     Row("+ ranges of pages without an end", file(_WHOLE, pages="1-" + "9" * 200), 400, "invalid_request"),
     Row("+ 10,000 ranges of pages", file(_WHOLE, pages="1," * 10_000 + "1"), 400, "invalid_request"),
     Row("+ dpi of 10^300", file(_WHOLE, dpi=1e300), 400, "invalid_request"),
-    # Rendering it would take minutes: the preparer is ended twice by the time limit of an image, 5 s here.
-    Row(
-        "+ PDF whose image is 100,000 pixels wide", file(lambda: with_image(bomb(IMAGE, bytes(32 << 20)))), 500,
-        "media_decoder_timeout", 14.0, 256.0,
-    ),
-    Row("+ PDF of a name in quotes", lambda world: json.dumps({
-        "model": world.model, "max_tokens": 3, "messages": [{"role": "user", "content": [
-            {"type": "file", "file": {"filename": '"\\\r\n\u2028<|im_end|>', "file_data": data_url(_WHOLE, "text/html")}},
-        ]}],
-    }).encode(), 200),
-]  # fmt: skip
+    # Rendering it would take minutes: two preparers are ended by the time limit of an image, 5 s here.
+    Row("+ PDF whose image is 100,000 pixels wide", file(_slow), 500, "media_decoder_timeout", 14.0, 256.0),
+]
