@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
@@ -22,7 +23,7 @@ from blake3 import blake3
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import FILES_PATH, LEASE_PATH, MEDIA_PATH
-from medialane.gateway.http.responses import NO_STORE, header, is_anthropic, query_fields, send_response
+from medialane.gateway.http.responses import NO_STORE, Endpoint, header, is_anthropic, query_fields, send_response
 from medialane.gateway.intake import check_salt, replay
 from medialane.gateway.intake.documents import file_id, uploaded
 from medialane.gateway.request.scope import RequestScope, current_scope
@@ -62,10 +63,24 @@ _PIECE_BYTES = 512 * 1024
 #: The store waits longer than the gateway for the client.
 _MARGIN_S = 30.0
 
+_FILE_PATH = f"{FILES_PATH}/{{file_id}}"
 
-class MediaEndpoint:
-    """An ASGI app. `admit` limits the requests in flight that have media; `num_tokens` returns how many an image of a
-    size takes, None if that is not known."""
+#: Of files that requests read; no job of this server reads others.
+_PURPOSES = ("user_data", "assistants", "vision")
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]", "expires_in_seconds", "cache_salt")
+#: OpenAI's, and Anthropic's for a page of a list; its earlier clients say `beta`.
+_QUERY = ("purpose", "order", "limit", "after", "after_id", "page", "beta")
+_MAX_LISTED = 10_000
+_MAX_NAME_CHARS = 255
+
+#: Returns the answer, which is sent as JSON.
+_Respond = Callable[["Scope", "Receive"], Awaitable[object]]
+
+
+class MediaEndpoints:
+    """`admit` limits the requests in flight that have media; `num_tokens` returns how many an image of a size takes,
+    None if that is not known; `read` returns the bytes of media in the arena, which the request holds, and `sending`
+    limits the time in which its client reads that many bytes."""
 
     def __init__(
         self,
@@ -75,35 +90,65 @@ class MediaEndpoint:
         *,
         admit: Callable[[RequestScope], None],
         num_tokens: Callable[[tuple[int, int]], Awaitable[int | None]],
+        read: Callable[[MediaRef], Awaitable[memoryview]],
+        sending: Callable[[int], AbstractAsyncContextManager[None]],
     ) -> None:
-        self._leases = _Leases(link, fairness)
+        self._link = link
         self._config = config
+        self._fairness = fairness
         self._admit = admit
         self._num_tokens = num_tokens
+        self._read = read
+        self._sending = sending
 
     @property
-    def routes(self) -> dict[str, MediaEndpoint]:
-        """By method and path."""
-        return {f"PUT {MEDIA_PATH}": self} | {f"{method} {LEASE_PATH}": self for method in _ACTIONS}
+    def routes(self) -> dict[str, Endpoint]:
+        """By method and path. They raise MedialaneError before the response has begun."""
+        answers: dict[str, _Respond] = {
+            f"PUT {MEDIA_PATH}": self._put,
+            **{f"{method} {LEASE_PATH}": self._ask for method in _ACTIONS},
+            f"POST {FILES_PATH}": self._create_file,
+            f"GET {FILES_PATH}": self._list_files,
+            f"GET {_FILE_PATH}": self._show_file,
+            f"DELETE {_FILE_PATH}": self._delete_file,
+        }
+        endpoints = {route: Endpoint(partial(_send_answer, respond)) for route, respond in answers.items()}
+        return {**endpoints, f"GET {_FILE_PATH}/content": Endpoint(self._send_content)}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises MedialaneError before the response has begun."""
-        respond = self._put(scope, receive) if scope["method"] == "PUT" else self._ask(scope)
-        body = msgspec.json.encode(await respond)
-        await send_response(send, 200, body)
+    async def _lease(self, declared: PutMedia, receive: Receive) -> LeasedMedia:
+        """Lease the media that `receive` returns; it is not called before the store has accepted what is declared."""
+        upload = _Upload(self._link, receive, self._fairness)
 
-    async def _put(self, scope: Scope, receive: Receive) -> Mapping[str, object]:
+        def put(call_id: int) -> PutMedia:
+            upload.begin()
+            return msgspec.structs.replace(declared, call_id=call_id)
+
+        with current_scope().timeline.measure("fetch"):
+            (media,) = cast("MediaLeased", await self._link.call(put, upload.write)).media
+        return media
+
+    async def _leased(
+        self, scope: Scope, media: str | None = None, action: LeaseAction = "find", *, ttl_s: float | None = None
+    ) -> list[LeasedMedia]:
+        """Find, renew or end a lease that the request may use; without `media`, find all of those on files. Raises
+        UnknownMedia, InvalidRequest."""
+        request = current_scope()
+        owner, salt = request.owner, request.salt(salt_of(scope["headers"])) or ""
+        reply = await self._link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s, salt))
+        return cast("MediaLeased", reply).media
+
+    async def _put(self, scope: Scope, receive: Receive) -> object:
         request = current_scope()
         declared = self._declared(scope, request)
         self._admit(request)
-        return await self._shown(await self._leases.put(declared, receive))
+        return await self._shown(await self._lease(declared, receive))
 
-    async def _ask(self, scope: Scope) -> Mapping[str, object]:
+    async def _ask(self, scope: Scope, _receive: Receive) -> object:
         action, media = _ACTIONS[scope["method"]], scope["path_params"]["hash"]
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
         ttl_s = _ttl(query_fields(scope["query_string"], ("ttl",) if action == "renew" else ()))
-        (leased,) = await self._leases.ask(scope, media, action, ttl_s=ttl_s)
+        (leased,) = await self._leased(scope, media, action, ttl_s=ttl_s)
         return {"hash": media, "deleted": True} if action == "end" else await self._shown(leased)
 
     def _declared(self, scope: Scope, request: RequestScope) -> PutMedia:
@@ -141,63 +186,7 @@ class MediaEndpoint:
             "expires": int(time.time() + media.remaining_s),
         }
 
-
-_FILE_PATH = f"{FILES_PATH}/{{file_id}}"
-_CONTENT_PATH = f"{_FILE_PATH}/content"
-
-#: Of files that requests read; no job of this server reads others.
-_PURPOSES = ("user_data", "assistants", "vision")
-_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]", "expires_in_seconds", "cache_salt")
-#: OpenAI's, and Anthropic's for a page of a list; its earlier clients say `beta`.
-_QUERY = ("purpose", "order", "limit", "after", "after_id", "page", "beta")
-_MAX_LISTED = 10_000
-_MAX_NAME_CHARS = 255
-
-
-class FilesEndpoint:
-    """An ASGI app. `admit` limits the requests in flight that have media; `read` returns the bytes of media in the
-    arena, which the request holds, and `sending` limits the time in which its client reads that many bytes."""
-
-    def __init__(
-        self,
-        link: StoreLink,
-        fairness: LoopFairness,
-        *,
-        admit: Callable[[RequestScope], None],
-        read: Callable[[MediaRef], Awaitable[memoryview]],
-        sending: Callable[[int], AbstractAsyncContextManager[None]],
-    ) -> None:
-        self._leases = _Leases(link, fairness)
-        self._admit = admit
-        self._read = read
-        self._sending = sending
-
-    @property
-    def routes(self) -> dict[str, FilesEndpoint]:
-        """By method and path."""
-        paths = {"GET": (FILES_PATH, _FILE_PATH, _CONTENT_PATH), "POST": (FILES_PATH,), "DELETE": (_FILE_PATH,)}
-        return {f"{method} {path}": self for method, listed in paths.items() for path in listed}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises MedialaneError before the response has begun."""
-        name, answer = scope["path_params"].get("file_id"), dict[str, Any]()
-        if scope["method"] == "POST":
-            answer = _file_object(scope, await self._create(scope, receive))
-        elif name is None:
-            answer = await self._listed(scope, query_fields(scope["query_string"], _QUERY))
-        elif scope["method"] == "DELETE":
-            await self._ask(scope, name, "end")
-            answer = {"id": name, "object": "file", "deleted": True}
-            if is_anthropic(scope):
-                answer = {"id": name, "type": "file_deleted"}
-        elif scope["path"].endswith("/content"):
-            await self._send_content(scope, name, send)
-            return
-        else:
-            answer = _file_object(scope, await self._ask(scope, name))
-        await send_response(send, 200, msgspec.json.encode(answer))
-
-    async def _create(self, scope: Scope, receive: Receive) -> LeasedMedia:
+    async def _create_file(self, scope: Scope, receive: Receive) -> object:
         """Lease the file of a form, which intake has replaced by a reference."""
         request = current_scope()
         refs, upload = request.extracted.refs, request.extracted.upload
@@ -218,13 +207,22 @@ class FilesEndpoint:
         declared = PutMedia(
             0, ref.owner, ref.salt, len(data), MAX_UPLOAD_S, float(ttl) or None, ref.source, name=name, purpose=purpose
         )
-        return await self._leases.put(declared, replay(data, receive))
+        return _file_object(scope, await self._lease(declared, replay(data, receive)))
 
-    async def _listed(self, scope: Scope, query: Mapping[str, str]) -> dict[str, Any]:
+    async def _show_file(self, scope: Scope, _receive: Receive) -> object:
+        return _file_object(scope, await self._file(scope))
+
+    async def _delete_file(self, scope: Scope, _receive: Receive) -> object:
+        media = await self._file(scope, "end")
+        kind = {"type": "file_deleted"} if is_anthropic(scope) else {"object": "file", "deleted": True}
+        return {"id": file_id(media), **kind}
+
+    async def _list_files(self, scope: Scope, _receive: Receive) -> object:
+        query = query_fields(scope["query_string"], _QUERY)
         limit = query.get("limit", str(_MAX_LISTED))
         if not limit.isdecimal() or not 0 < int(limit) <= _MAX_LISTED:
             raise InvalidRequest(f"limit must be between 1 and {_MAX_LISTED}", param="limit")
-        listed = await self._leases.ask(scope)
+        listed = await self._leased(scope)
         found = [media for media in listed if query.get("purpose") in (None, media.purpose)]
         found.sort(key=lambda media: media.created_at, reverse=query.get("order") != "asc")
         names = [file_id(media) for media in found]
@@ -238,9 +236,9 @@ class FilesEndpoint:
             return answer | {"next_page": ends["last_id"] if has_more else None}
         return answer | {"object": "list"}
 
-    async def _send_content(self, scope: Scope, name: str, send: Send) -> None:
-        media = await self._ask(scope, name)
-        url, media_type = uploaded(name)
+    async def _send_content(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        media = await self._file(scope)
+        url, media_type = uploaded(file_id(media))
         ref = MediaRef("image", "file_id", url, media_type=media_type, salt=salt_of(scope["headers"]))
         data = await self._read(current_scope().owned(ref))
         length = (b"content-length", str(len(data)).encode())
@@ -252,12 +250,18 @@ class FilesEndpoint:
                 piece = {"type": "http.response.body", "body": bytes(data[start:end]), "more_body": end < len(data)}
                 await send(piece)
 
-    async def _ask(self, scope: Scope, name: str, action: LeaseAction = "find") -> LeasedMedia:
+    async def _file(self, scope: Scope, action: LeaseAction = "find") -> LeasedMedia:
+        """Find a file, or end its lease. Raises UnknownMedia."""
+        name = scope["path_params"]["file_id"]
         try:
-            (media,) = await self._leases.ask(scope, leased_hash(uploaded(name)[0]), action)
+            (media,) = await self._leased(scope, leased_hash(uploaded(name)[0]), action)
         except UnknownMedia as error:
             raise UnknownMedia(f"there is no file {name}, or it has expired", param="file_id") from error
         return media
+
+
+async def _send_answer(respond: _Respond, scope: Scope, receive: Receive, send: Send) -> None:
+    await send_response(send, 200, msgspec.json.encode(await respond(scope, receive)))
 
 
 def _file_object(scope: Scope, media: LeasedMedia) -> dict[str, Any]:
@@ -284,37 +288,6 @@ def _file_object(scope: Scope, media: LeasedMedia) -> dict[str, Any]:
         "purpose": media.purpose or _PURPOSES[0],
         "status": "processed",
     }
-
-
-class _Leases:
-    """Leases media in the store for the current request."""
-
-    def __init__(self, link: StoreLink, fairness: LoopFairness) -> None:
-        self._link = link
-        self._fairness = fairness
-
-    async def put(self, declared: PutMedia, receive: Receive) -> LeasedMedia:
-        """Lease the media that `receive` returns; it is not called before the store has accepted what is declared.
-        Raises MedialaneError."""
-        upload = _Upload(self._link, receive, self._fairness)
-
-        def put(call_id: int) -> PutMedia:
-            upload.begin()
-            return msgspec.structs.replace(declared, call_id=call_id)
-
-        with current_scope().timeline.measure("fetch"):
-            (media,) = cast("MediaLeased", await self._link.call(put, upload.write)).media
-        return media
-
-    async def ask(
-        self, scope: Scope, media: str | None = None, action: LeaseAction = "find", *, ttl_s: float | None = None
-    ) -> list[LeasedMedia]:
-        """Find, renew or end a lease that the request may use; without `media`, find all of those on files. Raises
-        UnknownMedia, InvalidRequest."""
-        request = current_scope()
-        owner, salt = request.owner, request.salt(salt_of(scope["headers"])) or ""
-        reply = await self._link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s, salt))
-        return cast("MediaLeased", reply).media
 
 
 class _Upload:
