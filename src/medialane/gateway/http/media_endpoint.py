@@ -138,8 +138,25 @@ class MediaEndpoints:
         return cast("MediaLeased", reply).media
 
     async def _put(self, scope: Scope, receive: Receive) -> object:
-        request = current_scope()
-        declared = self._declared(scope, request)
+        request, salt = current_scope(), salt_of(scope["headers"])
+        fields = query_fields(scope["query_string"], ("ttl", "uuid"))
+        check_salt(salt, self._config)
+        if (uuid := fields.get("uuid")) == "":
+            raise InvalidRequest("the uuid is empty", param="uuid")
+        length = header(scope, b"content-length")
+        num_bytes = int(length) if length.isdigit() else None
+        if num_bytes == 0:
+            raise EmptyMedia("the body is empty")
+        declared = PutMedia(
+            0,
+            request.owner,
+            request.salt(salt) or "",
+            num_bytes or 0,
+            min(self._config.body_timeout_s + _MARGIN_S, MAX_UPLOAD_S),
+            ttl_s=_ttl(fields),
+            modality=_modality(header(scope, b"content-type")),
+            alias=None if uuid is None else Alias(uuid, "", owner=request.owner),
+        )
         self._admit(request)
         return await self._shown(await self._lease(declared, receive))
 
@@ -150,28 +167,6 @@ class MediaEndpoints:
         ttl_s = _ttl(query_fields(scope["query_string"], ("ttl",) if action == "renew" else ()))
         (leased,) = await self._leased(scope, media, action, ttl_s=ttl_s)
         return {"hash": media, "deleted": True} if action == "end" else await self._shown(leased)
-
-    def _declared(self, scope: Scope, request: RequestScope) -> PutMedia:
-        """Return what is known before the body. Raises InvalidRequest, EmptyMedia."""
-        fields = query_fields(scope["query_string"], ("ttl", "uuid"))
-        salt = salt_of(scope["headers"])
-        check_salt(salt, self._config)
-        if (uuid := fields.get("uuid")) == "":
-            raise InvalidRequest("the uuid is empty", param="uuid")
-        length = header(scope, b"content-length")
-        num_bytes = int(length) if length.isdigit() else None
-        if num_bytes == 0:
-            raise EmptyMedia("the body is empty")
-        return PutMedia(
-            0,
-            request.owner,
-            request.salt(salt) or "",
-            num_bytes or 0,
-            min(self._config.body_timeout_s + _MARGIN_S, MAX_UPLOAD_S),
-            ttl_s=_ttl(fields),
-            modality=_modality(header(scope, b"content-type")),
-            alias=None if uuid is None else Alias(uuid, "", owner=request.owner),
-        )
 
     async def _shown(self, media: LeasedMedia) -> Mapping[str, object]:
         """Return the response. `expires` is in seconds since 1970."""
