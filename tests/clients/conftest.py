@@ -2,7 +2,6 @@
 
 import io
 
-import msgspec
 import pytest_asyncio
 import shared_servers
 from openai_http import photo
@@ -13,7 +12,7 @@ from audio_maker import tone
 from medialane.media import MediaConfig
 from medialane.media.document import open_document, render_page
 from medialane.testing.sample_media import sample_pdf
-from medialane.types.media import DocumentOptions, PageIo
+from medialane.types.media import DocumentOptions
 
 FILES = {"photo": "photo.jpg", "missing": "missing.jpg", "pdf": "report.pdf"}
 
@@ -28,7 +27,7 @@ def pages_of(pdf: bytes) -> list[tuple[str, bytes]]:
     pages = []
     for page in open_document(data, "", DocumentOptions(), config).pages:
         file = io.BytesIO()
-        Image.fromarray(render_page(data, msgspec.json.decode(page.io, type=PageIo), config).pixels).save(file, "png")
+        Image.fromarray(render_page(data, page.io, config).pixels).save(file, "png")
         pages.append((f"{page.text.strip()}\n", file.getvalue()))
     return pages
 

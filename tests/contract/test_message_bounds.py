@@ -95,7 +95,7 @@ EXPLAINED = {
     "EntriesHeld.hold_ids": ITEMS,
     "EntriesHeld.ranges": ITEMS,
     "PullsGranted.entries": ITEMS,
-    "LeasesListed.media": "one for each lease of an owner, whose number is bounded (--media-lease-share)",
+    "MediaLeased.media": "one for each lease of an owner, whose number is bounded (--media-lease-share)",
     "EntriesPulled.hold_ids": ITEMS,
     "EntriesPulled.copies": ITEMS,
     "HoldsPassed.ranges": ITEMS,

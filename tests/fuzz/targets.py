@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from multidict import CIMultiDict
 from PIL import Image
@@ -33,7 +34,16 @@ from medialane.media.http_cache import freshness_of
 from medialane.media.url_guard import UrlGuard
 from medialane.testing.sample_media import pdf_of, sample_pdf
 from medialane.types.errors import MedialaneError
-from medialane.types.media import PDF_TYPE, DocumentOptions, DocumentPage, FrameBatch, Modality, OpenedDocument, Video
+from medialane.types.media import (
+    PDF_TYPE,
+    DocumentOptions,
+    DocumentPage,
+    FrameBatch,
+    Modality,
+    OpenedDocument,
+    PageIo,
+    Video,
+)
 from video_clips import clip
 
 #: Small enough that no valid image takes long.
@@ -124,7 +134,7 @@ def _lift(data: bytes) -> None:
     """Extract the media of a body, and put a page in place of each of its documents."""
     references = References.random()
     found = extract(data, CONFIG, references=references)
-    opened = [OpenedDocument("c" * 64, 1, (DocumentPage(1, 8, 8, "a", b"{}"),))] * len(found.documents)
+    opened = [OpenedDocument("c" * 64, 1, (DocumentPage(PageIo("d", 8, 1, "r", 8), "a"),))] * len(found.documents)
     if opened:
         with_pages(found, opened, CONFIG, GatewayConfig(), references=references)
 
@@ -226,9 +236,9 @@ def _open_document(data: bytes) -> None:
     view = memoryview(data)
     sniff(data, "document", CONFIG)
     for page in open_document(view, "", DocumentOptions(max_pixels=20_000, max_pages=4), CONFIG).pages:
-        given = {"media_type": PDF_TYPE, "io": page.io, "config": CONFIG, "sampler": None}
+        given = {"media_type": PDF_TYPE, "io": msgspec.json.encode(page.io), "config": CONFIG, "sampler": None}
         size = decode(view, "image", **given).size
-        assert (size.width, size.height) == (page.width, page.height)
+        assert (size.width, size.height) == (page.io.width, page.io.height)
 
 
 def _documents() -> list[bytes]:

@@ -9,6 +9,7 @@ from attack import attack, names
 from audio_rows import AUDIO_ROWS
 from corpus import Row, World, chat, data_url, media_part, sent
 from data_rows import ANNOUNCED, DATA_ROWS
+from document_rows import DOCUMENT_ROWS
 from image_rows import IMAGE_ROWS
 from media_files import picture
 from origin_rows import ORIGIN_ROWS
@@ -52,6 +53,11 @@ def test_hostile_video_fails_within_limits(row: Row, gateway: GatewayProcess, wo
 
 @pytest.mark.parametrize("row", AUDIO_ROWS, ids=names(AUDIO_ROWS))
 def test_hostile_audio_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
+    attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", DOCUMENT_ROWS, ids=names(DOCUMENT_ROWS))
+def test_hostile_document_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
     attack(row, gateway, world)
 
 

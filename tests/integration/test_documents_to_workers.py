@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import os
-import zlib
 from contextlib import aclosing
 
 import numpy as np
 import pypdfium2
 import pytest
 from gateway_parts import Parts
+from msgspec import json
 from msgspec.structs import replace
 from PIL import Image as PILImage
 
@@ -19,7 +19,7 @@ from medialane.gateway import GatewayConfig, open_scope
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
-from medialane.testing.sample_media import pdf_of, sample_pdf
+from medialane.testing.sample_media import sample_pdf
 from medialane.types.errors import (
     InvalidDocument,
     PreparationFailed,
@@ -31,6 +31,7 @@ from medialane.types.errors import (
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
 from medialane.types.media import PDF_TYPE, Alias, DocumentOptions, MediaRef
+from pdf_maker import IMAGE, bomb, with_image
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 PARAM = "messages[0].content[0].file"
@@ -61,7 +62,8 @@ def document(texts=TEXTS, **fields):
 
 def pages(ref, opened):
     """As intake makes them."""
-    return [replace(ref, param=f"{PARAM}.{p.number}", content=opened.content_hash, io=p.io) for p in opened.pages]
+    own = {"content": opened.content_hash}
+    return [replace(ref, param=f"{PARAM}.{p.io.page}", io=json.encode(p.io), **own) for p in opened.pages]
 
 
 def prompt(refs):
@@ -92,9 +94,9 @@ async def test_pages_are_pypdfium2s_pixels_in_every_stage(arena, preparers, work
         async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
             opened, _ = await ask(parts, ref)
         assert [page.text for page in opened.pages] == list(TEXTS)
-        assert [(page.height, page.width) for page in opened.pages] == [pixels.shape[:2] for pixels in expected]
+        assert [(page.io.height, page.io.width) for page in opened.pages] == [pixels.shape[:2] for pixels in expected]
     (features, _), (decoded, pixels), (url, files) = seen
-    assert [feature.size.width for feature in features.features] == [page.width for page in opened.pages]
+    assert [feature.size.width for feature in features.features] == [page.io.width for page in opened.pages]
     assert [one for (one,) in pixels] == [one.tobytes() for one in expected]
     for (file,), item, one in zip(files, url.media, expected, strict=True):
         assert (item.media_type, item.io) == ("image/png", b"{}")
@@ -161,8 +163,8 @@ async def test_tenants_share_neither_document_nor_pages(arena, preparers, worker
 async def test_options_choose_pages_and_their_pixels(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         opened, _ = await ask(parts, document(), DocumentOptions(pages="3,1-2,2", max_pixels=10_000, text=False))
-        assert [(page.number, page.text) for page in opened.pages] == [(1, ""), (2, ""), (3, "")]
-        assert all(9_000 < page.width * page.height <= 10_000 for page in opened.pages)
+        assert [(page.io.page, page.text) for page in opened.pages] == [(1, ""), (2, ""), (3, "")]
+        assert all(9_000 < page.io.width * page.io.height <= 10_000 for page in opened.pages)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +181,14 @@ async def test_page_has_twice_the_pixels_that_the_model_uses_unless_the_request_
     async with Parts(arena, preparers, [worker], assembler=FakeAssembler(used_pixels=20_000)) as parts:
         with open_scope():
             opened = await parts.gateway.open_document(document(), options)
-    assert [(page.width, page.height) for page in opened.pages] == [size] * len(TEXTS)
+    assert [(page.io.width, page.io.height) for page in opened.pages] == [size] * len(TEXTS)
 
 
 async def test_page_has_the_operators_resolution_if_it_is_not_known_what_the_model_uses(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope():
             opened = await parts.gateway.open_document(document(), DocumentOptions(pages="1"))
-    assert [(page.width, page.height) for page in opened.pages] == [(1190, 1684)]
+    assert [(page.io.width, page.io.height) for page in opened.pages] == [(1190, 1684)]
 
 
 async def test_errors_name_the_document(arena, preparers, worker):
@@ -220,18 +222,7 @@ async def test_alias_stands_for_a_document(arena, preparers, worker):
 
 
 async def test_page_that_takes_too_long_costs_its_own_request_alone(arena, worker):
-    pixels = zlib.compress(bytes(32 << 20), 9).decode("latin-1")
-    shown = "9 0 0 9 0 0 cm/X Do"
-    hangs = pdf_of(
-        [
-            "<</Type/Catalog/Pages 2 0 R>>",
-            "<</Type/Pages/Count 1/Kids[3 0 R]>>",
-            "<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Resources<</XObject<</X 5 0 R>>>>/Contents 4 0 R>>",
-            f"<</Length {len(shown)}>>\nstream\n{shown}\nendstream",
-            "<</Type/XObject/Subtype/Image/Width 100000/Height 100000/ColorSpace/DeviceGray/BitsPerComponent 1"
-            f"/Filter/FlateDecode/Length {len(pixels)}>>\nstream\n{pixels}\nendstream",
-        ]
-    )
+    hangs = with_image(bomb(IMAGE, bytes(32 << 20)))
     pool = PreparerPool(
         PrepareConfig(num_preparers=1, image_timeout_s=0.5, start_timeout_s=15),
         factory="medialane.testing.fake_processor:build_processor",

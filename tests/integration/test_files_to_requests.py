@@ -18,8 +18,8 @@ from intakes import Intake
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
-    FilesEndpoint,
     GatewayConfig,
+    MediaEndpoints,
     ScopeMiddleware,
     current_scope,
 )
@@ -46,9 +46,16 @@ class Server:
         config = GatewayConfig(keys=str(keys_file), **FAST)
         self.gateway = gateway = parts.gateway
         self.intake = Intake(self._route, config, open_document=gateway.open_document)
-        self.files = FilesEndpoint(
-            parts.store.link, self.intake.fairness, admit=gateway.admit, read=gateway.read, sending=gateway.sending
+        endpoints = MediaEndpoints(
+            parts.store.link,
+            config,
+            self.intake.fairness,
+            admit=gateway.admit,
+            num_tokens=gateway.num_image_tokens,
+            read=gateway.read,
+            sending=gateway.sending,
         )
+        self.routes = endpoints.routes
         self.metrics = Metrics(CollectorRegistry())
         access = AccessMiddleware(self.intake, AccessKeys.load(config), lambda scope: scope["path"])
         self.app = ScopeMiddleware(access, self.metrics)
@@ -63,9 +70,10 @@ class Server:
             if scope["path"] == CHAT:
                 await self._chat(receive, send)
             else:
-                names = scope["path"].removeprefix(FILES).strip("/").split("/")
-                params = {"file_id": names[0]} if names[0] else {}
-                await self.files({**scope, "path_params": params}, receive, send)
+                name = scope["path"].removeprefix(FILES).strip("/").partition("/")[0]
+                route = scope["path"].replace(name, "{file_id}") if name else FILES
+                endpoint = self.routes[f"{scope['method']} {route}"]
+                await endpoint({**scope, "path_params": {"file_id": name}}, receive, send)
         except ClientDisconnected:
             raise
         except MedialaneError as error:

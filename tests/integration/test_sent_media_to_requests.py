@@ -16,7 +16,7 @@ from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
     GatewayConfig,
-    MediaEndpoint,
+    MediaEndpoints,
     ScopeMiddleware,
     current_scope,
     open_scope,
@@ -46,9 +46,16 @@ class Server:
         self.config = GatewayConfig(keys=str(keys_file), **FAST, **config)
         self.intake, self.metrics = Intake(self._route, self.config), Metrics(CollectorRegistry())
         link, gateway = parts.store.link, parts.gateway
-        self.endpoint = MediaEndpoint(
-            link, self.config, self.intake.fairness, admit=gateway.admit, num_tokens=gateway.num_image_tokens
+        endpoints = MediaEndpoints(
+            link,
+            self.config,
+            self.intake.fairness,
+            admit=gateway.admit,
+            num_tokens=gateway.num_image_tokens,
+            read=gateway.read,
+            sending=gateway.sending,
         )
+        self.routes = endpoints.routes
         self.keys = AccessKeys.load(self.config)
         self.app = ScopeMiddleware(AccessMiddleware(self.intake, self.keys, self._route_of), self.metrics)
 
@@ -62,7 +69,8 @@ class Server:
     async def _route(self, scope, receive, send):
         """Stands in for vLLM's app."""
         try:
-            await self.endpoint({**scope, "path_params": {"hash": scope["path"].rpartition("/")[2]}}, receive, send)
+            endpoint = self.routes[f"{scope['method']} {self._route_of(scope)}"]
+            await endpoint({**scope, "path_params": {"hash": scope["path"].rpartition("/")[2]}}, receive, send)
         except MedialaneError as error:
             current_scope().fail(error)
             await send_error(send, error, error_form(scope))

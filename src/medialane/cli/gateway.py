@@ -31,13 +31,12 @@ from medialane.gateway import (
     AppBackend,
     BoundedServer,
     Encoders,
-    FilesEndpoint,
     GatewayConfig,
     GatewayMetrics,
     Health,
     InlineTransport,
     IntakeMiddleware,
-    MediaEndpoint,
+    MediaEndpoints,
     OpenRequests,
     OperatorEndpoints,
     PlainHashes,
@@ -421,15 +420,14 @@ class _Gateway:
         }
         if config.media.allow_rdma:
             actions["POST /medialane/publish"] = backend.publish_images
-        media = MediaEndpoint(
+        media = MediaEndpoints(
             self._store,
             self._settings,
             self._fairness,
             admit=backend.admit,
             num_tokens=backend.num_image_tokens,
-        )
-        files = FilesEndpoint(
-            self._store, self._fairness, admit=backend.admit, read=backend.read, sending=backend.sending
+            read=backend.read,
+            sending=backend.sending,
         )
         operators = OperatorEndpoints(
             addresses.gateway_index,
@@ -442,7 +440,7 @@ class _Gateway:
             ask_others=ask_others,
         )
         actions["GET /medialane/decisions"] = operators.decisions
-        endpoints: dict[str, Any] = {**media.routes, **files.routes} if self._frontend.takes_media else {}
+        endpoints: dict[str, Any] = dict(media.routes) if self._frontend.takes_media else {}
         if self._settings.page:
             endpoints |= operators.routes
             if group is not None:

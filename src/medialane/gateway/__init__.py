@@ -4,8 +4,7 @@ from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, HandoverConfig, RecordingConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
-from medialane.gateway.http.files_endpoint import FilesEndpoint
-from medialane.gateway.http.media_endpoint import MediaEndpoint
+from medialane.gateway.http.media_endpoint import MediaEndpoints
 from medialane.gateway.http.metrics import (
     SCRAPE_TIMEOUT_S,
     GatewayMetrics,
@@ -52,7 +51,6 @@ __all__ = [
     "AppBackend",
     "BoundedServer",
     "Encoders",
-    "FilesEndpoint",
     "GatewayConfig",
     "GatewayMetrics",
     "HandoverConfig",
@@ -60,7 +58,7 @@ __all__ = [
     "Health",
     "InlineTransport",
     "IntakeMiddleware",
-    "MediaEndpoint",
+    "MediaEndpoints",
     "MediaStandIn",
     "NameRouter",
     "OpenRequests",

@@ -22,11 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 from blake3 import blake3
 
-from medialane.media.config import MAX_DPI, MediaConfig
+from medialane.media.config import MediaConfig
 from medialane.media.image_header import check_limits
 from medialane.types.errors import (
     EmptyMedia,
@@ -118,8 +117,7 @@ def open_document(data: memoryview, content: str, options: DocumentOptions, conf
                     f"the text of the document's pages has more than {config.max_document_text_bytes} bytes:"
                     " choose fewer pages, or none of their text"
                 )
-            io = msgspec.json.encode(PageIo(digests[number], height, number, renderer(), width))
-            pages.append(DocumentPage(number, width, height, text, io))
+            pages.append(DocumentPage(PageIo(digests[number], height, number, renderer(), width), text))
         return OpenedDocument(content, document.num_pages, tuple(pages))
 
 
@@ -136,15 +134,13 @@ def render_page(data: memoryview, page: PageIo, config: MediaConfig) -> Image:
 def pages_wanted(options: DocumentOptions, num_pages: int, config: MediaConfig) -> list[int]:
     """Return the numbers of the pages, from 1, ascending. Raises InvalidRequest, TooManyPages."""
     most = min(options.max_pages or config.max_document_pages, config.max_document_pages)
-    wanted: set[int] = set()
-    for first, last in _ranges(options.pages, num_pages):
-        if last - first < most:
-            wanted.update(range(first, last + 1))
-        if last - first >= most or len(wanted) > most:
-            number = (
-                f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
-            )
-            raise TooManyPages(f"{number}, more than {most}: choose some by `pages`")
+    ranges = _ranges(options.pages, num_pages)
+    wanted = {number for first, last in ranges for number in range(first, min(last, first + most) + 1)}
+    if len(wanted) > most:
+        number = (
+            f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
+        )
+        raise TooManyPages(f"{number}, more than {most}: choose some by `pages`")
     return sorted(wanted)
 
 
@@ -168,8 +164,6 @@ def _ranges(pages: str, num_pages: int) -> Iterator[tuple[int, int]]:
 
 def _pixels(points: tuple[float, float], options: DocumentOptions, config: MediaConfig) -> tuple[int, int]:
     """Return width and height of a page of this size once it is rendered."""
-    if not 0 <= options.dpi <= MAX_DPI or options.max_pixels < 0:
-        raise InvalidRequest(f"dpi must be between 1 and {MAX_DPI}, max_pixels positive")
     most = min(options.max_pixels or config.max_page_pixels, config.max_page_pixels, config.max_image_pixels)
     scale = (options.dpi or config.document_dpi) / POINTS_PER_INCH
     width, height = (max(1, math.ceil(side * scale)) for side in points)

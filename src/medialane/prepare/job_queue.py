@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from medialane.arena import Pin, Reservation
 from medialane.observability.timeline import RequestTimeline
-from medialane.prepare.messages import ItemRequest, MeasureItem, OpenPages, ProbeItem
+from medialane.prepare.messages import ItemOpened, ItemRequest, OpenItem
 from medialane.prepare.processor import Described
 from medialane.types.errors import MedialaneError, MediaOverloaded, retry_after
 from medialane.types.feature import Feature
-from medialane.types.media import EncodedMedia, MediaSize, Modality, OpenedDocument
+from medialane.types.media import EncodedMedia, Modality
 
 _JOB_IDS = itertools.count(1)
 
@@ -25,9 +25,9 @@ INITIAL_S = 0.1
 _NEWEST = 0.1
 
 
-#: A pin on the feature of an item that was processed, the size of one that was measured, what a blank has in common
-#: with other items of its size, a document that was opened; None for a probe, or if there is nothing in common.
-JobValue = Pin[Feature] | MediaSize | Described | OpenedDocument | None
+#: A pin on the feature of an item that was processed, what is known of one that was opened, what a blank has in common
+#: with other items of its size; None if there is nothing in common.
+JobValue = Pin[Feature] | ItemOpened | Described | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Job:
     @property
     def is_brief(self) -> bool:
         """Whether it only opens an item."""
-        return isinstance(self.request, ProbeItem | MeasureItem | OpenPages)
+        return isinstance(self.request, OpenItem)
 
     def settle(self, result: JobResult) -> None:
         """Pass the result to the caller; if there already is one, release the pin.

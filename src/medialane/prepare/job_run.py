@@ -30,14 +30,11 @@ from medialane.prepare.messages import (
     DescribeBlank,
     Done,
     FreeTensors,
-    ItemMeasured,
+    ItemOpened,
     JobFailed,
     JobReport,
-    MeasureItem,
     NeedRange,
-    OpenPages,
-    PagesOpened,
-    ProbeItem,
+    OpenItem,
     ProcessItem,
     Range,
 )
@@ -157,15 +154,13 @@ class JobRunner:
             await self.send(job, preparer)
         report = await preparer.receive()
         match job.request:
-            case ProbeItem():
-                _expect(Done, report, job.job_id)
-                return None
-            case MeasureItem():
-                return _expect(ItemMeasured, report, job.job_id).size
+            case OpenItem(_, _, io, pages):
+                opened = _expect(ItemOpened, report, job.job_id)
+                if (opened.size is None) != (io is None) or (opened.document is None) != (pages is None):
+                    raise PreparerLost("unexpected values in ItemOpened")
+                return opened
             case DescribeBlank():
                 return _expect(BlankDescribed, report, job.job_id).described
-            case OpenPages():
-                return _expect(PagesOpened, report, job.job_id).document
             case ProcessItem():
                 need = _expect(NeedRange, report, job.job_id)
                 return await self._publish(job, preparer, need, send_next)
@@ -227,7 +222,7 @@ class JobRunner:
                 await to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
 
 
-_Report = TypeVar("_Report", NeedRange, Done, ItemMeasured, BlankDescribed, PagesOpened)
+_Report = TypeVar("_Report", NeedRange, Done, ItemOpened, BlankDescribed)
 
 
 def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:

@@ -29,14 +29,10 @@ If the kernel does not let the store read a preparer's memory, the preparer copi
     Range ----------------------> copies its tensors into the range
           <---------------------- Done | JobFailed
 
-    ProbeItem ------------------> opens the item without decoding it
-          <---------------------- Done | JobFailed
-    MeasureItem ----------------> opens the item to find out what size it has decoded
-          <---------------------- ItemMeasured | JobFailed
+    OpenItem -------------------> opens the item without decoding it: for its size, or a document's pages and their text
+          <---------------------- ItemOpened | JobFailed
     DescribeBlank --------------> processes a blank of this size
           <---------------------- BlankDescribed | JobFailed
-    OpenPages ------------------> opens a document and reads the text of its pages
-          <---------------------- PagesOpened | JobFailed
 
 Tensors never pass through either channel: encoded bytes and results are in the arena.
 """
@@ -166,19 +162,14 @@ class ProcessItem(msgspec.Struct, frozen=True, tag=True):
     as_file: bool = False
 
 
-class ProbeItem(msgspec.Struct, frozen=True, tag=True):
-    """Open one item as its decoder would, without decoding it. The reply is Done or JobFailed."""
+class OpenItem(msgspec.Struct, frozen=True, tag=True):
+    """Open one item as its decoder would, without decoding it. With `io`, as in `MediaRef`, find out which size it has
+    once it is decoded; with `pages`, the pages of a document that are wanted."""
 
     job_id: int
     encoded: EncodedMedia
-
-
-class MeasureItem(msgspec.Struct, frozen=True, tag=True):
-    """Find out which size one item has once it is decoded; `io` is as in `MediaRef`."""
-
-    job_id: int
-    encoded: EncodedMedia
-    io: bytes
+    io: bytes | None = None
+    pages: DocumentOptions | None = None
 
 
 class DescribeBlank(msgspec.Struct, frozen=True, tag=True):
@@ -188,14 +179,6 @@ class DescribeBlank(msgspec.Struct, frozen=True, tag=True):
     modality: Modality
     size: MediaSize
     options: bytes
-
-
-class OpenPages(msgspec.Struct, frozen=True, tag=True):
-    """Open one document, without rendering a page of it."""
-
-    job_id: int
-    encoded: EncodedMedia
-    options: DocumentOptions
 
 
 class Range(msgspec.Struct, frozen=True, tag=True):
@@ -226,16 +209,17 @@ class NeedRange(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """All tensors are in the range, at the offsets given by `arena.describe`; or the probe succeeded."""
+    """All tensors are in the range, at the offsets given by `arena.describe`."""
 
     job_id: int
 
 
-class ItemMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The size that the item has once it is decoded."""
+class ItemOpened(msgspec.Struct, frozen=True, tag=True):
+    """What was to be found out of the item, if anything was."""
 
     job_id: int
-    size: MediaSize
+    size: MediaSize | None = None
+    document: OpenedDocument | None = None
 
 
 class BlankDescribed(msgspec.Struct, frozen=True, tag=True):
@@ -245,20 +229,15 @@ class BlankDescribed(msgspec.Struct, frozen=True, tag=True):
     described: Described | None
 
 
-class PagesOpened(msgspec.Struct, frozen=True, tag=True):
-    job_id: int
-    document: OpenedDocument
-
-
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     report: ErrorReport
 
 
 #: Requests that begin a job.
-ItemRequest = ProcessItem | ProbeItem | MeasureItem | DescribeBlank | OpenPages
+ItemRequest = ProcessItem | OpenItem | DescribeBlank
 JobRequest = ItemRequest | Range | FreeTensors
-JobReport = PreparerReady | NeedRange | Done | ItemMeasured | BlankDescribed | PagesOpened | JobFailed
+JobReport = PreparerReady | NeedRange | Done | ItemOpened | BlankDescribed | JobFailed
 
 #: The decoders raise msgspec.DecodeError.
 decode_control_request: Callable[[bytes], ControlRequest] = msgspec.msgpack.Decoder(ControlRequest).decode

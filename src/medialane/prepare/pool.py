@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
+import msgspec
+
 from medialane.arena import Arena, Pin
 from medialane.media import MediaConfig
 from medialane.observability.timeline import RequestTimeline
@@ -28,15 +30,7 @@ from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverProcess, ProcessorSource, SpareForkserver, is_prebuilt
 from medialane.prepare.job_queue import Job, JobQueue, JobValue
 from medialane.prepare.job_run import to_the_end
-from medialane.prepare.messages import (
-    DescribeBlank,
-    ItemRequest,
-    MeasureItem,
-    OpenPages,
-    PreparerSetup,
-    ProbeItem,
-    ProcessItem,
-)
+from medialane.prepare.messages import DescribeBlank, ItemOpened, OpenItem, PreparerSetup, ProcessItem
 from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Preparers
 from medialane.prepare.processor import Described
 from medialane.prepare.sandbox import WRITE_ARENA
@@ -151,23 +145,22 @@ class PreparerPool:
 
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
-        await self._submit(self._opening(encoded, lambda job_id: ProbeItem(job_id, encoded.value)))
+        await self._open(encoded, OpenItem(0, encoded.value))
 
     async def measure(self, encoded: Pin[EncodedMedia], io: bytes = b"{}") -> MediaSize:
         """Return the size that this item will have once it is decoded with `io` (`media.measure`).
 
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
-        size = await self._submit(self._opening(encoded, lambda job_id: MeasureItem(job_id, encoded.value, io)))
-        return cast("MediaSize", size)
+        return cast("MediaSize", (await self._open(encoded, OpenItem(0, encoded.value, io=io))).size)
 
     async def open_document(self, encoded: Pin[EncodedMedia], options: DocumentOptions) -> OpenedDocument:
         """Return a document with the pages that are wanted (`media.open_document`).
 
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
-        ask = partial(OpenPages, encoded=encoded.value, options=options)
-        return cast("OpenedDocument", await self._submit(self._opening(encoded, ask, source="document")))
+        wanted = OpenItem(0, encoded.value, pages=options)
+        return cast("OpenedDocument", (await self._open(encoded, wanted)).document)
 
     async def describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
         """Return what items of this size (as decoded) have in common that are processed with these options; None if
@@ -186,18 +179,19 @@ class PreparerPool:
         )
         return cast("Described | None", described)
 
-    def _opening(
-        self, encoded: Pin[EncodedMedia], ask: Callable[[int], ItemRequest], *, source: MediaSource | None = None
-    ) -> Job:
-        """Return a job that only opens the item."""
+    async def _open(self, encoded: Pin[EncodedMedia], wanted: OpenItem) -> ItemOpened:
         modality = encoded.value.modality
-        return Job(
-            ask,
-            encoded.duplicate(),
-            key=f"opening of {source or modality} {encoded.value.content_hash}",
-            modality=modality,
-            timeout_s=self._config.job_timeout_s(source or modality),
+        source: MediaSource = modality if wanted.pages is None else "document"
+        opened = await self._submit(
+            Job(
+                lambda job_id: msgspec.structs.replace(wanted, job_id=job_id),
+                encoded.duplicate(),
+                key=f"opening of {source} {encoded.value.content_hash}",
+                modality=modality,
+                timeout_s=self._config.job_timeout_s(source),
+            )
         )
+        return cast("ItemOpened", opened)
 
     async def _submit(self, job: Job) -> JobValue:
         """Queue the job and wait for its result; the job is closed in any case."""

@@ -26,18 +26,15 @@ from medialane.prepare.messages import (
     BlankDescribed,
     DescribeBlank,
     Done,
-    ItemMeasured,
+    ItemOpened,
     ItemRequest,
     JobFailed,
     JobReport,
     JobRequest,
-    MeasureItem,
     NeedRange,
-    OpenPages,
-    PagesOpened,
+    OpenItem,
     PreparerReady,
     PreparerSetup,
-    ProbeItem,
     ProcessItem,
     Range,
     decode_job_request,
@@ -120,32 +117,22 @@ class Preparer:
         match job:
             case ProcessItem():
                 return self._process(job)
-            case ProbeItem():
-                return self._probe(job)
-            case MeasureItem():
-                return self._measure(job)
+            case OpenItem():
+                return self._open(job)
             case DescribeBlank():
                 return self._describe(job)
-            case OpenPages(job_id, encoded, options):
-                data = self._encoded(encoded)
-                return PagesOpened(job_id, open_document(data, encoded.content_hash, options, self._media))
 
-    def _probe(self, job: ProbeItem) -> Done:
-        encoded = job.encoded
-        probe(self._encoded(encoded), encoded.modality, encoded.media_type, self._media)
-        return Done(job.job_id)
-
-    def _measure(self, job: MeasureItem) -> ItemMeasured:
-        encoded = job.encoded
-        size = measure(
-            self._encoded(encoded),
-            encoded.modality,
-            media_type=encoded.media_type,
-            io=job.io,
-            config=self._media,
-            sampler=self._processor,
-        )
-        return ItemMeasured(job.job_id, size)
+    def _open(self, job: OpenItem) -> ItemOpened:
+        encoded, data = job.encoded, self._encoded(job.encoded)
+        modality, media_type = encoded.modality, encoded.media_type
+        if job.pages is not None:
+            return ItemOpened(job.job_id, document=open_document(data, encoded.content_hash, job.pages, self._media))
+        if job.io is None:
+            probe(data, modality, media_type, self._media)
+            return ItemOpened(job.job_id)
+        sampler = self._processor
+        size = measure(data, modality, media_type=media_type, io=job.io, config=self._media, sampler=sampler)
+        return ItemOpened(job.job_id, size)
 
     def _describe(self, job: DescribeBlank) -> BlankDescribed:
         described = self._processor.describe(job.modality, job.size, job.options)

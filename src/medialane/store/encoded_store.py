@@ -51,18 +51,19 @@ class EncodedStore:
         pin.value = msgspec.structs.replace(pin.value, modality=ref.modality, media_type=media_type)
         return pin
 
-    def reserve(self, num_bytes: int, *, writer: int | None = None) -> Reservation:
-        """Reserve a range for encoded bytes; `writer` is the slot of a client that writes them. The caller owns it.
-
-        Raises ArenaFull, MediaTooLarge.
-        """
-        return self._arena.reserve(num_bytes, "encoded", writer=writer)
-
-    def publish(self, reservation: Reservation, ref: MediaRef, content: str) -> Pin[EncodedMedia]:
-        """Cache the written bytes, whose hash is `content`. The caller owns the pin, and, if `sniff` raises, still
-        the reservation."""
-        media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.source, self._config)
-        return self.publish_as(reservation, ref.source, salt=ref.salt, content=content, media_type=media_type)
+    def publish(
+        self, reservation: Reservation, source: MediaSource, *, salt: str, content: str, media_type: str = ""
+    ) -> Pin[EncodedMedia]:
+        """Cache written bytes, whose hash is `content`; their type is found out unless it is given. The caller owns the
+        pin, and, if `sniff` raises, still the reservation."""
+        media_type = media_type or sniff(reservation.buffer, source, self._config)
+        range_, modality = reservation.range, modality_of(source)
+        num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
+        encoded = EncodedMedia(modality, content, media_type, range_, ENTRY_HEADER_BYTES, num_bytes)
+        pin = self._arena.publish(reservation, self.key(content, salt), encoded)
+        if pin.value.modality != modality:  # the same bytes are cached as another
+            pin.value = msgspec.structs.replace(pin.value, modality=modality, media_type=media_type)
+        return pin
 
     def forget(self, content: str, salt: str) -> None:
         """Evict the entry of this content, unless it is pinned."""
@@ -72,27 +73,10 @@ class EncodedStore:
         """Return a body that is received into a new entry."""
         return ArenaBody(self, self._arena, source=source, salt=salt, max_bytes=max_bytes)
 
-    def keep(self, reservation: Reservation, source: MediaSource, salt: str, content: str) -> None:
-        """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
-        media_type = sniff(reservation.buffer, source, self._config)
-        self.publish_as(reservation, source, salt=salt, content=content, media_type=media_type).release()
-
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a pin on it."""
         first = encoded.data_offset
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
-
-    def publish_as(
-        self, reservation: Reservation, source: MediaSource, *, salt: str, content: str, media_type: str
-    ) -> Pin[EncodedMedia]:
-        """Cache written bytes, whose hash is `content` and whose type is known. The caller owns the pin."""
-        range_, modality = reservation.range, modality_of(source)
-        num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
-        encoded = EncodedMedia(modality, content, media_type, range_, ENTRY_HEADER_BYTES, num_bytes)
-        pin = self._arena.publish(reservation, self.key(content, salt), encoded)
-        if pin.value.modality != modality:  # the same bytes are cached as another
-            pin.value = msgspec.structs.replace(pin.value, modality=modality, media_type=media_type)
-        return pin
 
     def key(self, content: str, salt: str) -> str:
         """Return the key of an entry."""
@@ -124,7 +108,7 @@ class ArenaBody:
     def finish(self, content_hash: str) -> None:
         reservation = self._reserved(self._num_bytes)
         reservation.trim(self._num_bytes)
-        self._store.keep(reservation, self._source, self._salt, content_hash)
+        self._store.publish(reservation, self._source, salt=self._salt, content=content_hash).release()
 
     def abandon(self) -> None:
         if self._reservation is not None:

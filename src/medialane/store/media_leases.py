@@ -87,9 +87,12 @@ class _VideoMetadata(msgspec.Struct):
 
 
 class _Leased(NamedTuple):
+    """`file` is what a client has said of a file: its name is too long for the records of the arena's file."""
+
     record: _Record
     entry: Pin[EncodedMedia]
     timer: asyncio.TimerHandle
+    file: PutMedia | None
 
 
 class MediaLeases:
@@ -121,8 +124,6 @@ class MediaLeases:
         self._clock = clock
         self._records = records
         self._leased: dict[str, _Leased] = {}
-        #: What clients have said of files: names are too long for the records of the arena's file.
-        self._files: dict[str, PutMedia] = {}
         self._restore()
 
     @property
@@ -140,9 +141,7 @@ class MediaLeases:
             reservation, content = await self._received(call, resize, write)
             with reservation:
                 source, media_type = sniffed(reservation.buffer, call.modality, self._media)
-                entry = self._store.publish_as(
-                    reservation, source, salt=call.salt, content=content, media_type=media_type
-                )
+                entry = self._store.publish(reservation, source, salt=call.salt, content=content, media_type=media_type)
             try:
                 media = await self._described(entry, call)
                 if call.alias is not None:
@@ -153,25 +152,25 @@ class MediaLeases:
                     self._store.forget(content, call.salt)
                 raise
         key = bytes.fromhex(self._store.key(content, call.salt))
-        leased = self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
-        if call.purpose:
-            self._files[media.hash] = call
-        return self._shown(self._leased[leased.hash].record)
+        return self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry, call if call.purpose else None)
 
-    def files_of(self, owner: str, salt: str) -> list[LeasedMedia]:
-        """Return the leases on files that an owner has named, of those that its requests with this salt may use."""
-        salts = ("", owner_salt(owner, ""), salt)
-        found = [media for media, file in self._files.items() if file.owner == owner and file.salt in salts]
-        return [self._shown(self._leased[media].record) for media in found]
-
-    def ask(self, call: AskLease) -> LeasedMedia:
-        """Find, renew or end a lease. Raises UnknownMedia, InvalidRequest (ttl)."""
-        record, entry, _ = self._found(call.owner, call.salt, call.media)
+    def ask(self, call: AskLease) -> list[LeasedMedia]:
+        """Find, renew or end a lease, or find all on files that the request may use. Raises UnknownMedia,
+        InvalidRequest (ttl)."""
+        if call.media is None:
+            leases, salts = self._leased.values(), _salts(call.owner, call.salt)
+            return [
+                self._shown(each)
+                for each in leases
+                if (file := each.file) is not None and file.owner == call.owner and file.salt in salts
+            ]
+        leased = self._found(call.owner, call.salt, call.media)
         if call.action == "renew":
-            return self._put(record._replace(expires_at=self._clock() + self._ttl(call.ttl_s)), entry)
+            record = leased.record._replace(expires_at=self._clock() + self._ttl(call.ttl_s))
+            return [self._put(record, leased.entry, leased.file)]
         if call.action == "end":
             self._end(call.media)
-        return self._shown(record)
+        return [self._shown(leased)]
 
     def lookup(self, ref: MediaRef) -> Pin[EncodedMedia]:
         """Return a pin on the bytes of a reference to leased media, for its modality. The caller owns it. Raises
@@ -276,46 +275,47 @@ class MediaLeases:
     def _found(self, owner: str, salt: str, media: str) -> _Leased:
         """Return the lease of this hash if it is the owner's, and the media were sent with this salt, or without one.
         Raises UnknownMedia."""
-        leased = self._leased.get(media)
-        if leased is None or media not in _hashes(leased.entry.value.content_hash, owner, salt):
+        if (leased := self._leased.get(media)) is None:
+            raise UnknownMedia(_UNKNOWN)
+        content = leased.entry.value.content_hash
+        if media not in (media_hash(owner=owner, salt=sent, content=content) for sent in _salts(owner, salt)):
             raise UnknownMedia(_UNKNOWN)
         if leased.record.expires_at <= self._clock():
             self._end(media)
             raise UnknownMedia(_UNKNOWN)
         return leased
 
-    def _shown(self, record: _Record) -> LeasedMedia:
+    def _shown(self, leased: _Leased) -> LeasedMedia:
+        record, _, _, file = leased
         remaining_s = max(0.0, record.expires_at - self._clock())
         media = msgspec.structs.replace(record.media, remaining_s=remaining_s)
-        file = self._files.get(media.hash)
         return media if file is None else msgspec.structs.replace(media, name=file.name, purpose=file.purpose)
 
-    def _add(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
+    def _add(self, record: _Record, entry: Pin[EncodedMedia], file: PutMedia | None = None) -> LeasedMedia:
         """Lease an entry, or renew the lease on these media. Owns the pin from now on. Raises
         MediaLeasesFull."""
         if (earlier := self._leased.get(record.media.hash)) is not None:
             entry.release()
-            return self._put(record, earlier.entry)
+            return self._put(record, earlier.entry, file or earlier.file)
         try:
             self._count(record.tenant, record.media.num_bytes, num_items=1)
         except MediaLeasesFull:
             entry.release()
             raise
-        return self._put(record, entry)
+        return self._put(record, entry, file)
 
-    def _put(self, record: _Record, entry: Pin[EncodedMedia]) -> LeasedMedia:
+    def _put(self, record: _Record, entry: Pin[EncodedMedia], file: PutMedia | None) -> LeasedMedia:
         media = record.media.hash
         self._records.write(bytes.fromhex(media), msgspec.msgpack.encode(record))
         if (earlier := self._leased.get(media)) is not None:
             earlier.timer.cancel()
         timer = asyncio.get_running_loop().call_later(record.expires_at - self._clock(), self._end, media)
-        self._leased[media] = _Leased(record, entry, timer)
-        return self._shown(record)
+        self._leased[media] = _Leased(record, entry, timer, file)
+        return self._shown(self._leased[media])
 
     def _end(self, media: str) -> None:
         self._records.erase(bytes.fromhex(media))
-        record, entry, timer = self._leased.pop(media)
-        self._files.pop(media, None)
+        record, entry, timer, _ = self._leased.pop(media)
         timer.cancel()
         self._count(record.tenant, -record.media.num_bytes, num_items=-1)
         entry.release()
@@ -336,10 +336,10 @@ class MediaLeases:
             logger.info("%d of %d leases on clients' media are taken over", len(self._leased), len(kept))
 
 
-def _hashes(content: str, owner: str, salt: str) -> set[str]:
-    """Return the hashes under which an owner's requests with this salt may know this content: media that were sent
+def _salts(owner: str, salt: str) -> tuple[str, str, str]:
+    """Return the salts with which media were sent that an owner's requests with this salt may use: media that were sent
     without a salt have only their owner's, or none."""
-    return {media_hash(owner=owner, salt=sent, content=content) for sent in ("", owner_salt(owner, ""), salt)}
+    return "", owner_salt(owner, ""), salt
 
 
 def sniffed(data: memoryview, declared: MediaSource | None, config: MediaConfig) -> tuple[MediaSource, str]:

@@ -36,10 +36,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      SendData(call, range)   write them, or what was written and more, to this range
     Proceed(call, ...)      ->                              all of them are written, or the range is full
                             <-      MediaLeased(call, media)
-    AskLease(call, ...)     ->                              find, renew or end the lease on such media
+    AskLease(call, ...)     ->                              find, renew or end the lease on such media, or list files
                             <-      MediaLeased(call, media)
-    ListLeases(call, owner) ->                              list the leases on files of an owner
-                            <-      LeasesListed(call, media)
     PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
                             <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
@@ -90,7 +88,7 @@ from medialane.wire.connection import UNREADABLE, checked, other_version
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -107,6 +105,8 @@ RequestId = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*$")]
 #: The form of an item: its encoded bytes, an image file that is made of it (of a page, whose document workers do not
 #: decode), the decoder's output, or the processor's (its feature).
 Form = Literal["encoded", "file", "decoded", "processed"]
+
+LeaseAction = Literal["find", "renew", "end"]
 
 
 class HeldEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -437,30 +437,18 @@ class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """From a request of `owner` with this `salt`. `ttl_s` is for a lease that is renewed."""
+    """From a request of `owner` with this `salt`, about the lease on `media`; None: all of its leases on files, but for
+    those that were taken over from another store. `ttl_s` is for a lease that is renewed."""
 
     call_id: int
     owner: str
-    media: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
-    action: Literal["find", "renew", "end"]
+    media: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")] | None
+    action: LeaseAction
     ttl_s: float | None = None
     salt: str = ""
 
 
 class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    call_id: int
-    media: LeasedMedia
-
-
-class ListLeases(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    call_id: int
-    owner: str
-    salt: str = ""
-
-
-class LeasesListed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The owner's leases on files, without those that were taken over from another store."""
-
     call_id: int
     media: list[LeasedMedia]
 
@@ -520,7 +508,7 @@ LongCall = (
     | PublishImage
     | PutMedia
 )
-StoreCall = LongCall | FindCached | ResolveAlias | HoldEntries | GrantPulls | AskLease | ListLeases
+StoreCall = LongCall | FindCached | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Found = (
     ItemFound
     | CachedFound
@@ -532,7 +520,7 @@ Found = (
     | EntriesHeld
     | EntriesPulled
 )
-Reply = Found | PullsGranted | ImagePublished | MediaLeased | LeasesListed | CallFailed
+Reply = Found | PullsGranted | ImagePublished | MediaLeased | CallFailed
 ToStore = StoreHello | StoreCall | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

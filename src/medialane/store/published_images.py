@@ -142,7 +142,7 @@ class PublishedImages:
             raise UpstreamFailed("the published image could not be read") from error
         with reservation:
             content = await asyncio.to_thread(content_hash, reservation.buffer)
-            self._store.publish_as(
+            self._store.publish(
                 reservation, source="image", salt=ref.salt, content=content, media_type=PIXMAP_TYPE
             ).release()
         self._contents[key] = content

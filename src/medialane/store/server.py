@@ -44,8 +44,6 @@ from medialane.store.messages import (
     ImageSize,
     ItemDescribed,
     ItemFound,
-    LeasesListed,
-    ListLeases,
     LongCall,
     MediaLeased,
     NoEmbedding,
@@ -89,7 +87,7 @@ from medialane.types.feature import Feature, Hold, LocalCopy
 from medialane.types.hashing import digest
 from medialane.types.media import EncodedMedia, MediaRef
 from medialane.types.media_lease import LeasedMedia
-from medialane.types.tensor import ArenaOffer, ArenaRange
+from medialane.types.tensor import EMBEDS_TYPE, ArenaOffer, ArenaRange
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection, check_version
 from medialane.wire.listener import Listener
@@ -412,9 +410,7 @@ class StoreSession:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    def _reply_at_once(
-        self, call: FindCached | HoldEntries | GrantPulls | ResolveAlias | AskLease | ListLeases
-    ) -> Reply:
+    def _reply_at_once(self, call: FindCached | HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
         match call:
             case FindCached(call_id, refs, form, options, encoder):
                 processing = Processing(self._processor, options, encoder)
@@ -429,8 +425,6 @@ class StoreSession:
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
                 return MediaLeased(call.call_id, self._items.leases.ask(call))
-            case ListLeases(call_id, owner, salt):
-                return LeasesListed(call_id, self._items.leases.files_of(owner, salt))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply
@@ -464,7 +458,7 @@ class StoreSession:
             case PublishImage(call_id, entry):
                 return ImagePublished(call_id, await self._items.publish(entry))
             case PutMedia():
-                return MediaLeased(call.call_id, await self._put_media(call))
+                return MediaLeased(call.call_id, [await self._put_media(call)])
 
     async def _find(self, call: FindItem) -> Reply:
         source, processing = self._source(call), Processing(self._processor, call.options, call.encoder)
@@ -563,10 +557,13 @@ class StoreSession:
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Pin[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
-        reservation = store.reserve(num_bytes, writer=self.slot)
+        reservation = self._arena.reserve(num_bytes, "encoded", writer=self.slot)
         await self._written(call_id, reservation)
+        media_type = EMBEDS_TYPE if ref.is_embeds else ""
         with reservation:
-            return store.publish(reservation, ref, ref.content or "")
+            return store.publish(
+                reservation, ref.source, salt=ref.salt, content=ref.content or "", media_type=media_type
+            )
 
     async def _put_media(self, call: PutMedia) -> LeasedMedia:
         """Have the client write media into the arena, which are leased."""

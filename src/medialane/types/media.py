@@ -184,21 +184,17 @@ class DocumentOptions(msgspec.Struct, frozen=True):
     """
 
     pages: str = ""
-    dpi: int = 0
-    max_pixels: int = 0
+    dpi: _Count = 0
+    max_pixels: _Count = 0
     text: bool = True
-    max_pages: int = 0
+    max_pages: _Count = 0
 
 
 class DocumentPage(msgspec.Struct, frozen=True):
-    """A page, its `number` from 1, with the pixels that it has once it is rendered, and its text, empty if that is not
-    wanted. `io` is the `MediaRef.io` of its item."""
+    """A page: the decoding options of its item, and its text, empty if that is not wanted."""
 
-    number: int
-    width: _Count
-    height: _Count
+    io: PageIo
     text: str
-    io: bytes
 
 
 class OpenedDocument(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from medialane.config import Config, load_config
 from medialane.media import MediaConfig
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
-from medialane.store.messages import ListLeases, OpenDocument, Proceed, PutMedia
+from medialane.store.messages import AskLease, OpenDocument, Proceed, PutMedia
 from medialane.testing.sample_media import sample_jpeg, sample_pdf
 from medialane.transfer.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.types.errors import StartupFailed
@@ -132,10 +132,10 @@ async def test_leased_document_is_taken_over_from_a_store_that_was_killed_withou
         """Open the document by its lease, and render its last page; return its texts, and the names of files."""
         reply = await link.call(lambda call_id: OpenDocument(call_id, ref, DocumentOptions(dpi=18)))
         *_, last = reply.document.pages
-        page = replace(ref, content=reply.document.content_hash, io=last.io)
+        page = replace(ref, content=reply.document.content_hash, io=msgspec.json.encode(last.io))
         found = await link.call(lambda call_id: FindItem(call_id, page, "decoded"), _look)
-        assert (found.feature.size.width, found.feature.size.height) == (last.width, last.height)
-        listed = await link.call(lambda call_id: ListLeases(call_id, "owner"))
+        assert (found.feature.size.width, found.feature.size.height) == (last.io.width, last.io.height)
+        listed = await link.call(lambda call_id: AskLease(call_id, "owner", None, "find"))
         return [page.text for page in reply.document.pages], [file.name for file in listed.media]
 
     process = await asyncio.create_subprocess_exec(*words)
@@ -144,7 +144,7 @@ async def test_leased_document_is_taken_over_from_a_store_that_was_killed_withou
     try:
         await asyncio.wait_for(link.ready(), 60)
         file = PutMedia(0, "owner", "", len(data), 30, modality="document", name="paper.pdf", purpose="user_data")
-        leased = (await link.call(lambda call_id: replace(file, call_id=call_id), write)).media
+        (leased,) = (await link.call(lambda call_id: replace(file, call_id=call_id), write)).media
         assert (leased.modality, leased.media_type, leased.name) == ("document", PDF_TYPE, "paper.pdf")
         ref = MediaRef("image", "p", url=f"{MEDIA_SCHEME}{leased.hash}", media_type=PDF_TYPE, owner="owner")
         assert await opened() == (["first", "second"], ["paper.pdf"])

@@ -13,7 +13,7 @@ from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.types.errors import InvalidDocument
 from medialane.types.hashing import content_hash
-from medialane.types.media import PDF_TYPE, DocumentOptions, DocumentPage, OpenedDocument
+from medialane.types.media import PDF_TYPE, DocumentOptions, DocumentPage, OpenedDocument, PageIo
 
 JSON = [(b"content-type", b"application/json")]
 PDF = b"%PDF-1.7\n" + bytes(range(256)) * 8
@@ -45,7 +45,7 @@ class Store:
         if self.error is not None:
             raise self.error.at(ref.param)
         texts = self.texts[number]
-        pages = [DocumentPage(n, 100, 200, text, b'{"page":%d}' % n) for n, text in enumerate(texts, 1)]
+        pages = [DocumentPage(PageIo("d", 200, n, "r", 100), text) for n, text in enumerate(texts, 1)]
         content = content_hash(ref.data) if ref.data is not None else "c" * 64
         return OpenedDocument(content, len(texts), tuple(pages))
 
@@ -188,15 +188,15 @@ async def test_a_document_becomes_its_pages_in_the_form_of_the_api(form):
     assert (ref.modality, ref.media_type, ref.url or ref.data) == ("image", PDF_TYPE, given)
     assert options == DocumentOptions()
     assert [each.param for each in request.refs] == [f"{ref.param}#page=1", f"{ref.param}#page=2"]
-    assert [each.io for each in request.refs] == [b'{"page":1}', b'{"page":2}']
+    assert [each.page for each in request.refs] == [PageIo("d", 200, number, "r", 100) for number in (1, 2)]
     assert all((each.url or each.data, each.media_type) == (given, PDF_TYPE) for each in request.refs)
     assert all(each.content for each in request.refs)
     assert "open;dur=" in dict(request.sent[0]["headers"])[b"server-timing"].decode()
 
 
 async def test_large_numbers_reach_the_store_as_what_it_can_read():
-    _, request = await asked([chat_file(file_data=B64, dpi=10**30)])
-    assert request.store.asked[0][1].dpi == 1 << 31
+    _, request = await asked([chat_file(file_data=B64, max_pixels=10**30)])
+    assert request.store.asked[0][1].max_pixels == 1 << 31
 
 
 async def test_strings_may_be_written_with_escapes():
@@ -219,6 +219,8 @@ async def test_pages_have_the_bytes_of_their_document_in_common():
         ({"dpi": 150, "max_pixels": 10**6, "max_pages": 5}, DocumentOptions(dpi=150, max_pixels=10**6, max_pages=5)),
         ({"text": "none"}, DocumentOptions(text=False)),
         ({"text": "before"}, DocumentOptions()),
+        ({"dpi": 1200, "max_pixels": 1.0}, DocumentOptions(dpi=1200, max_pixels=1)),
+        (dict.fromkeys(("pages", "dpi", "max_pixels", "max_pages", "text")), DocumentOptions()),  # null is not set
     ],
 )
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
@@ -329,10 +331,21 @@ FILE = "messages[0].content[0].file"
 #: Part, status, code, field, and words of the message.
 REFUSED = {
     "an unknown key": (chat_file(file_data=B64, page="1"), 400, "invalid_request", f"{FILE}.page", "mean pages"),
-    "pages as a number": (chat_file(file_data=B64, pages=3), 400, "invalid_request", f"{FILE}.pages", "1-3,7"),
-    "a resolution of 0": (chat_file(file_data=B64, dpi=0), 400, "invalid_request", f"{FILE}.dpi", "at least 1"),
-    "a string as a number": (chat_file(file_data=B64, dpi="a"), 400, "invalid_request", f"{FILE}.dpi", "a number"),
-    "text after": (chat_file(file_data=B64, text="after"), 400, "invalid_request", f"{FILE}.text", '"before"'),
+    **{
+        f"{name} as {value!r}": (
+            chat_file(file_data=B64, **{name: value}), 400, "invalid_request", f"{FILE}.{name}", words,
+        )
+        for name, words, values in (
+            ("pages", "1-3,7", (3, 1.5, True, ["1"], {"first": 1})),
+            ("text", '"before"', ("after", "", True, 1, [])),
+            ("dpi", "at least 1", (0, -1, 0.5, -(10**30))),
+            ("dpi", "at most 1200", (1201, 10**30, 1e300)),
+            ("dpi", "a number", ("a", "100", True, [100], {})),
+            ("max_pixels", "at least 1", (0, -1)),
+            ("max_pages", "a number", ("2", False)),
+        )
+        for value in values
+    },
     "no data": (chat_file(filename="a.pdf"), 400, "empty_media", FILE, "file_data or file_id"),
     "no base64": (chat_file(file_data="data:application/pdf;base64,a b"), 400, "invalid_base64", FILE, "base64"),
     "an unknown file": (chat_file(file_id="file-abc"), 404, "unknown_media", FILE, "no file 'file-abc'"),
@@ -432,8 +445,13 @@ async def test_what_only_calls_itself_a_document_is_what_it_is():
     parts = [{"type": "video_url", "video_url": {"url": DATA_URL}}]
     _, request = await asked(parts)
     assert [(ref.modality, ref.media_type) for ref in request.refs] == [("video", None)]
-    (found,), request = await asked([{"type": "image_url", "image_url": {"url": f"data:text/plain;base64,{PNG}"}}])
-    assert (found, request.store.asked) == (image(0), [])
-    assert [(ref.modality, ref.source, ref.media_type) for ref in request.refs] == [("image", "image", None)]
+    for media_type in ("text/plain", PDF_TYPE):
+        image_url = {"url": f"data:{media_type};base64,{PNG}", "detail": "low"}
+        (found,), request = await asked([{"type": "image_url", "image_url": image_url}])
+        assert (found["image_url"]["url"], request.store.asked) == ("ref 0", [])
+        assert [(ref.modality, ref.source, ref.media_type) for ref in request.refs] == [("image", "image", None)]
+    source = {"type": "base64", "media_type": PDF_TYPE, "data": PNG}
+    (found,), request = await asked([{"type": "image", "source": source}], path="/v1/messages")
+    assert (found["source"]["data"], request.refs[0].source) == ("ref 0", "image")
     request = await Asked({"images": [DATA_URL]}, Store(), path="/v2/embed")()
     assert [(ref.modality, ref.media_type) for ref in request.refs] == [("image", None)]

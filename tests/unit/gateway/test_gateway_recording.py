@@ -16,7 +16,7 @@ from medialane.gateway import Recorder, RecordingConfig, ScopeMiddleware, curren
 from medialane.gateway.records import MAX_PENDING_BYTES
 from medialane.observability import Metrics
 from medialane.types.errors import StartupFailed
-from medialane.types.media import DocumentPage, OpenedDocument
+from medialane.types.media import DocumentPage, OpenedDocument, PageIo
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"
@@ -43,7 +43,7 @@ def text(words):
 
 
 async def two_pages(ref, options):
-    pages = tuple(DocumentPage(n, 100, 200, f"page {n}", b'{"page":%d}' % n) for n in (1, 2))
+    pages = tuple(DocumentPage(PageIo("d", 200, n, "r", 100), f"page {n}") for n in (1, 2))
     return OpenedDocument("c" * 64, 2, pages)
 
 

@@ -5,11 +5,12 @@ from medialane.media import MediaConfig
 from medialane.prepare import messages as m
 from medialane.prepare.sandbox import Sandbox
 from medialane.types.errors import ErrorReport, PreparationFailed
-from medialane.types.media import EncodedMedia, MediaSize
+from medialane.types.media import DocumentOptions, DocumentPage, EncodedMedia, MediaSize, OpenedDocument, PageIo
 from medialane.types.tensor import ArenaRange, TensorSpec
 from medialane.wire import HEADER
 
 RANGE = ArenaRange("0" * 32, 4096, 128, 1)
+PDF = EncodedMedia("image", "f" * 64, "application/pdf", RANGE, 64, 10)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,9 @@ def test_control_report_round_trips(message):
     "message",
     [
         m.ProcessItem(1, EncodedMedia("image", "f" * 64, "image/png", RANGE, 64, 10), b"{}", b"{}"),
+        m.OpenItem(1, PDF),
+        m.OpenItem(1, PDF, io=b"{}"),
+        m.OpenItem(1, PDF, pages=DocumentOptions("1-3", dpi=100, text=False)),
         m.Range(1, RANGE),
         m.FreeTensors(1),
     ],
@@ -56,6 +60,9 @@ def test_job_request_round_trips(message):
         m.PreparerReady(1),
         m.NeedRange(1, (TensorSpec("uint8", (2, 3)),), (1 << 47,), b"header", MediaSize(3, 2), 0.1, 0.2),
         m.Done(1),
+        m.ItemOpened(1),
+        m.ItemOpened(1, MediaSize(3, 2)),
+        m.ItemOpened(1, document=OpenedDocument("c" * 64, 7, (DocumentPage(PageIo("d", 8, 7, "r", 9), "text"),))),
         m.JobFailed(1, ErrorReport("invalid_image", "no")),
     ],
 )

@@ -71,7 +71,7 @@ class Fetcher:
     def __init__(self):
         self.data, self.is_fresh, self.keeps = DATA, False, True
         self.num_fetches = 0
-        self.store = None
+        self.arena = self.store = None
 
     async def fetch(self, ref, *, need_data=False):
         found = content_hash(self.data)
@@ -79,9 +79,9 @@ class Fetcher:
             return found
         self.num_fetches += 1
         if self.keeps:
-            with self.store.reserve(len(self.data)) as reservation:
+            with self.arena.reserve(len(self.data), "encoded") as reservation:
                 reservation.buffer[:] = self.data
-                self.store.publish(reservation, ref, found).release()
+                self.store.publish(reservation, ref.source, salt=ref.salt, content=found).release()
         return found
 
 
@@ -134,15 +134,15 @@ class World:
             aliases=aliases,
             leases=MediaLeases(arena, StoreConfig(), MediaConfig(), aliases=aliases, pool=self.pool),
         )
-        self.fetcher.store = EncodedStore(arena, MediaConfig())  # stateless
+        self.fetcher.arena, self.fetcher.store = arena, EncodedStore(arena, MediaConfig())  # stateless
         self.uploads, self.admitted = 0, []
 
     def uploading(self, ref, data=DATA):
         async def upload(store):
             self.uploads += 1
-            with store.reserve(len(data)) as reservation:
+            with self.arena.reserve(len(data), "encoded") as reservation:
                 reservation.buffer[:] = data
-                return store.publish(reservation, ref, content_hash(data))
+                return store.publish(reservation, ref.source, salt=ref.salt, content=content_hash(data))
 
         return upload
 

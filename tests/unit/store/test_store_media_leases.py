@@ -195,11 +195,11 @@ async def put(client, data, owner=OWNER, *, declared=True, **fields):
         )
 
     fields = {"salt": "", "num_bytes": len(data) if declared else 0, "timeout_s": 10.0, **fields}
-    return (await client.link.call(lambda call_id: PutMedia(call_id, owner, **fields), answer)).media
+    return (await client.link.call(lambda call_id: PutMedia(call_id, owner, **fields), answer)).media[0]
 
 
 async def ask(client, action, media, owner=OWNER, ttl_s=None):
-    return (await client.link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s))).media
+    return (await client.link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s))).media[0]
 
 
 async def use(client, media, owner=OWNER, salt="", modality="image"):

@@ -49,7 +49,6 @@ ABOUT_ONE_MODALITY = {
     "cli/serve.py": "the example of a request",
     "tools/check/kinds/speech.py": "speech",
     "gateway/request/app_backend.py": "publishing decoded images",
-    "gateway/http/files_endpoint.py": "files that are images",
     "gateway/intake/documents.py": "files that are images; pages as parts",
     "gateway/intake/extraction.py": "uploads of speech",
     "gateway/intake/places.py": "vLLM's list of JPEG frames",

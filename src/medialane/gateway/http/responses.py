@@ -35,7 +35,7 @@ from medialane.observability.logging import request_id, trace_of
 from medialane.types.errors import InvalidRequest, MedialaneError, from_report
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
-    from starlette.types import Message, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Document = dict[str, Any]
 
@@ -93,6 +93,16 @@ async def send_response(
     length = [] if status in WITHOUT_LENGTH else [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *length]})
     await send({"type": "http.response.body", "body": body})
+
+
+class Endpoint:
+    """A function as an ASGI app: Starlette takes functions for handlers of its own."""
+
+    def __init__(self, respond: ASGIApp) -> None:
+        self._respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._respond(scope, receive, send)
 
 
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')

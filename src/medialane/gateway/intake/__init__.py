@@ -42,7 +42,6 @@ from medialane.gateway.intake.extraction import (
     extract_files,
     form_fields,
     is_multipart,
-    read_upload,
     with_pages,
 )
 from medialane.gateway.intake.limits import warm_up
@@ -64,7 +63,6 @@ __all__ = [
     "form_fields",
     "is_multipart",
     "placeholder_field",
-    "read_upload",
     "replay",
     "warm_up",
     "with_pages",

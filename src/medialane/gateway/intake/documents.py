@@ -35,18 +35,14 @@ from medialane.gateway.intake.skeleton import (
     string_or_none,
 )
 from medialane.media import MediaConfig, decode_base64, is_pdf, parse_header, sniff_image
+from medialane.media.config import MAX_DPI
 from medialane.types.errors import EmptyMedia, InvalidRequest, MediaTooLarge, UnknownMedia, UnsupportedMediaType
 from medialane.types.media import PDF_TYPE, TEXT_TYPE, DocumentOptions, MediaRef
 from medialane.types.media_lease import MEDIA_SCHEME, LeasedMedia
 
-#: Types of parts that are files.
-FileKind = Literal["file", "input_file", "document"]
-#: What files are.
-_Kind = Literal["pdf", "image", "text"]
-
 #: Of a file of `/v1/files`: what it is, and the hash of its lease.
 _FILE_ID = re.compile(r"file-(pdf|text|image)-([0-9a-f]{64})")
-_ID_KINDS: Mapping[str, Literal["pdf", "text"]] = {PDF_TYPE: "pdf", TEXT_TYPE: "text"}
+_ID_TYPES: Mapping[str, str | None] = {"pdf": PDF_TYPE, "text": TEXT_TYPE, "image": None}
 #: White space may precede this; other bytes do in what is declared as PDF only, or a text about PDF would be one.
 _PDF_MAGIC, _PDF_HEAD_BYTES = b"%PDF-", 1024
 #: Of DOCX, XLSX, PPTX and other archives, and of older Office files.
@@ -132,23 +128,26 @@ class _Sent(NamedTuple):
         return string_or_none(self.members.get(name, ABSENT))
 
     def options(self, param: str) -> DocumentOptions:
-        """Raises InvalidRequest naming the key. Values are checked where the document is opened."""
+        """Raises InvalidRequest naming the key. Whether there are such pages, the store finds out."""
         dpi, max_pixels, max_pages = (
             min(read_count(self.members.get(name, ABSENT), f"{param}.{name}") or 0, _MAX_COUNT)
             for name in ("dpi", "max_pixels", "max_pages")
         )
-        if (pages := self.text("pages")) is None and "pages" in self.members:
+        if dpi > MAX_DPI:
+            raise InvalidRequest(f"dpi must be at most {MAX_DPI}", param=f"{param}.dpi")
+        pages, text = self.text("pages"), self.text("text")
+        if pages is None and self.members.get("pages", NULL) != NULL:
             raise InvalidRequest('pages must be a string such as "1-3,7"', param=f"{param}.pages")
-        if "text" in self.members and self.text("text") not in ("none", "before"):
+        if text not in ("none", "before") and self.members.get("text", NULL) != NULL:
             raise InvalidRequest('text must be "none" or "before"', param=f"{param}.text")
-        return DocumentOptions(pages or "", dpi, max_pixels, self.text("text") != "none", max_pages)
+        return DocumentOptions(pages or "", dpi, max_pixels, text != "none", max_pages)
 
 
 class FilePlace(msgspec.Struct, frozen=True, gc=False):
     """The part of a file: `param` is the field of the file in it, or the part itself. `extract` also raises the
     exceptions in UNREADABLE."""
 
-    kind: FileKind
+    kind: Literal["file", "input_file", "document"]
     param: str
 
     def extract(
@@ -163,15 +162,12 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         if sent.given == "text":
             return None, _text_edits(place, skeleton.locate(sent.value), form, heading)
         url, media_type, data = self._content(skeleton, sent, config)
-        kind = _named_kind(url or "", media_type, sent.heading) if data is None else _kind_of(data, media_type, config)
-        if kind == "image":
-            is_typed = media_type is not None and media_type.startswith("image/")
-            ref = MediaRef("image", self.param, url, data, media_type if is_typed else None, salt)
+        ref = MediaRef("image", self.param, url, data, media_type, salt)
+        if ref.source == "image":
             return ref, [(place.start, place.end, form.image % reference)]
         options = sent.options(self.param)
-        if data is not None and kind == "text":
+        if data is not None and media_type == TEXT_TYPE:
             return None, [(place.start, place.end, b"".join(form.texts(heading + text_of(data))))]
-        ref = MediaRef("image", self.param, url, data, TEXT_TYPE if kind == "text" else PDF_TYPE, salt)
         return SentDocument(ref, options, form, heading), [(place.start, place.end, reference)]
 
     def _file(self, part: msgspec.Raw) -> _Sent:
@@ -204,23 +200,33 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
     def _content(
         self, skeleton: Skeleton, sent: _Sent, config: MediaConfig
     ) -> tuple[str | None, str | None, bytes | None]:
-        """Return URL, media type and bytes of a file, the URL or the bytes. Raises MedialaneError."""
+        """Return URL, media type (PDF_TYPE, TEXT_TYPE, or an image's) and bytes of a file, the URL or the bytes. Raises
+        MedialaneError."""
         if sent.given == "id":
             return *uploaded(string_or_none(sent.value) or ""), None
         located = skeleton.locate(sent.value)
         head = located.head()
         if bytes(head[:5]).lower() == b"data:":
             header, payload = split_located(located, head)
-            return None, parse_header(header), decode_base64(payload, config.max_data_url_bytes)
-        if sent.given == "url" or bytes(head[:8]).lower().startswith((b"http://", b"https://")):
-            return plain_url(located), None, None
-        return None, sent.text("media_type"), decode_base64(located.text(), config.max_data_url_bytes)
+            declared: str | None = parse_header(header)
+        elif sent.given == "url" or bytes(head[:8]).lower().startswith((b"http://", b"https://")):
+            url = plain_url(located)
+            path = sent.heading if "." in sent.heading else urlsplit(url).path
+            return url, None if path.lower().endswith(_IMAGE_SUFFIXES) else PDF_TYPE, None
+        else:
+            declared, payload = sent.text("media_type"), memoryview(located.text())
+        data = decode_base64(payload, config.max_data_url_bytes)
+        return None, _type_of(data, declared, config), data
 
 
-def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple[SentDocument, list[Edit]] | None:
-    """Return the document that a client has declared and sent as an image; None if it is not a part of a message."""
+def document_image(
+    skeleton: Skeleton, ref: MediaRef, reference: bytes, config: MediaConfig
+) -> tuple[SentDocument, list[Edit]] | None:
+    """Return the document that a client has declared and sent as an image; None if it is an image, or not a part of a
+    message."""
     *path, member = _path(ref.param)
-    if member not in ("image_url", "source"):
+    is_image = ref.data is not None and _type_of(ref.data, PDF_TYPE, config) != PDF_TYPE
+    if is_image or member not in ("image_url", "source"):
         return None
     part = skeleton.value_at(tuple(path))
     form = _FORMS.get(string_or_none(decode_members(part).get("type", ABSENT)) or "image_url")
@@ -235,22 +241,23 @@ def document_image(skeleton: Skeleton, ref: MediaRef, reference: bytes) -> tuple
 def kept_type(data: bytes, config: MediaConfig) -> str | None:
     """Return PDF_TYPE or TEXT_TYPE for a file that is to be kept for later requests, None for an image. Raises
     MediaTooLarge for a text, UnsupportedMediaType for other files."""
-    kind = _kind_of(data, PDF_TYPE if is_pdf(data) else None, config)
-    if kind == "text" and len(text_of(data).encode()) > config.max_document_text_bytes:
+    media_type = _type_of(data, PDF_TYPE if is_pdf(data) else None, config)
+    if media_type == TEXT_TYPE and len(text_of(data).encode()) > config.max_document_text_bytes:
         raise MediaTooLarge(f"the text has more than {config.max_document_text_bytes} bytes")
-    return next((media_type for media_type, each in _ID_KINDS.items() if each == kind), None)
+    return media_type
 
 
 def file_id(media: LeasedMedia) -> str:
     """Return the id of a file of `/v1/files`, which says what it is."""
-    return f"file-{_ID_KINDS.get(media.media_type, media.modality)}-{media.hash}"
+    kind = next(kind for kind, media_type in _ID_TYPES.items() if media_type in (media.media_type, None))
+    return f"file-{kind}-{media.hash}"
 
 
-def uploaded(name: str) -> tuple[str, str]:
-    """Return the URL of the file with this id, and its media type; of any image, "image". Raises UnknownMedia."""
+def uploaded(name: str) -> tuple[str, str | None]:
+    """Return the URL of the file with this id, and its media type, None for an image. Raises UnknownMedia."""
     if (match := _FILE_ID.fullmatch(name)) is None:
         raise UnknownMedia(f"there is no file {name[:100]!r}: send it to /v1/files")
-    return f"{MEDIA_SCHEME}{match[2]}", next((of for of, kind in _ID_KINDS.items() if kind == match[1]), match[1])
+    return f"{MEDIA_SCHEME}{match[2]}", _ID_TYPES[match[1]]
 
 
 def _path(param: str) -> tuple[str, ...]:
@@ -268,30 +275,22 @@ def _text_edits(part: Located, text: Located, form: PartForm, heading: str) -> l
     return [(part.start, text.start + 1, b"".join(each + b"," for each in headings)), (text.end - 1, part.end, b"")]
 
 
-def _named_kind(url: str, media_type: str | None, name: str) -> _Kind:
-    """Return what is behind a URL, which has a media type if it is of a file with an id: else a document, unless the
-    file's name, or the URL's path, is an image's."""
-    if media_type is not None:
-        return _ID_KINDS.get(media_type, "image")
-    path = name if "." in name else urlsplit(url).path
-    return "image" if path.lower().endswith(_IMAGE_SUFFIXES) else "pdf"
-
-
-def _kind_of(data: bytes, media_type: str | None, config: MediaConfig) -> _Kind:
-    """Raises UnsupportedMediaType for what is neither a PDF nor an image, and cannot be text."""
+def _type_of(data: bytes, declared: str | None, config: MediaConfig) -> str | None:
+    """Return PDF_TYPE, TEXT_TYPE, or of an image the type that is declared, None if that is of no image. Raises
+    UnsupportedMediaType for what is neither a PDF nor an image, and cannot be text."""
     head = data[:_PDF_HEAD_BYTES]
     if head.lstrip(b"\xef\xbb\xbf\0\t\n\f\r ").startswith(_PDF_MAGIC):
-        return "pdf"
+        return PDF_TYPE
     try:
         sniff_image(data, config)
-        return "image"
-    except UnsupportedMediaType:
-        pass
+    except UnsupportedMediaType as error:
+        if head.startswith(_OFFICE_MAGIC):
+            message = "Word, Excel and PowerPoint files and archives are not supported: convert it to PDF"
+            raise UnsupportedMediaType(message) from error
+        return PDF_TYPE if declared == PDF_TYPE else TEXT_TYPE
     except InvalidRequest:  # whoever decodes it says why
-        return "image"
-    if head.startswith(_OFFICE_MAGIC):
-        raise UnsupportedMediaType("Word, Excel and PowerPoint files and archives are not supported: convert it to PDF")
-    return "pdf" if media_type == PDF_TYPE else "text"
+        pass
+    return declared if declared is not None and declared.startswith("image/") else None
 
 
 def text_of(data: bytes) -> str:

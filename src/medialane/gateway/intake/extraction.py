@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -43,7 +43,6 @@ from medialane.media import MediaConfig
 from medialane.types.errors import (
     BodyTooLarge,
     EmptyMedia,
-    InvalidBody,
     InvalidMediaUrl,
     InvalidRequest,
     InvalidUpload,
@@ -59,6 +58,13 @@ _decode_bool = msgspec.json.Decoder(bool).decode
 _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 
 
+class Upload(NamedTuple):
+    """A form whose file is to be kept: the file's own name, and the other fields."""
+
+    filename: str
+    fields: dict[str, str]
+
+
 class ExtractedMedia(msgspec.Struct, frozen=True):
     """The media of a body, and what is left of it. Reference n in `body` stands for `refs[n]`. A request keeps of the
     body its size, unless it is recorded (None: intake has not read it).
@@ -68,7 +74,7 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     `parse_error` is why the body could not be parsed for media, None if it was.
 
     `documents` are references whose pages are not in the body yet (`with_pages`); if there are any, `prompts` has the
-    number of the prompt of each reference.
+    number of the prompt of each reference. `upload` is of a form whose file is to be kept.
     """
 
     refs: tuple[MediaRef, ...] = ()
@@ -83,6 +89,7 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     has_id: bool = False
     documents: tuple[SentDocument, ...] = ()
     prompts: tuple[int, ...] = ()
+    upload: Upload | None = None
 
     def __repr__(self) -> str:
         return f"ExtractedMedia({len(self.body)} bytes, {self.refs})"
@@ -181,7 +188,8 @@ class _Items:
         try:
             found, made = place.extract(skeleton, reference, salt=salt, config=config)
             if isinstance(found, MediaRef) and found.media_type == PDF_TYPE:
-                found, made = document_image(skeleton, found, reference) or (replace(found, media_type=None), made)
+                document = document_image(skeleton, found, reference, config)
+                found, made = document or (replace(found, media_type=None), made)
         except MedialaneError as error:
             raise (error if error.param else error.at(place.param)) from error
         except UNREADABLE as error:
@@ -225,8 +233,8 @@ def with_pages(
             text = f"{text}\n" if (text := page.text.strip()) else ""
             parts += sent.form.texts((sent.heading if page is document.pages[0] else "") + text)
             parts.append(sent.form.image % next_reference())
-            param = f"{ref.param}{PAGE_MARK}{page.number}"
-            refs.append(replace(ref, param=param, content=document.content_hash, io=page.io))
+            param, io = f"{ref.param}{PAGE_MARK}{page.io.page}", msgspec.json.encode(page.io)
+            refs.append(replace(ref, param=param, content=document.content_hash, io=io))
         stand_ins.append(b",".join(parts))
     pattern = rb'"%b(\d+)"' % re.escape(references.prefix.encode())
     body = re.sub(pattern, lambda match: stand_ins[int(match[1])], found.body)
@@ -313,9 +321,6 @@ def _member_range(body: Buffer, value: Located) -> tuple[int, int]:
     return start, end + 1 if body[end : end + 1] == b"," else end
 
 
-#: Ours: vLLM's app ignores them.
-FIELDS = (b"medialane", b"cache_salt", b"model", b"stream")
-
 #: Most characters of a field's name in an error.
 _MAX_NAME_CHARS = 64
 
@@ -361,39 +366,26 @@ def extract_files(
         message = f"the request has {len(files)} files, more than {config.max_items}"
         raise TooManyMediaItems(message, param=files[config.max_items].name)
     edits: list[Edit] = [(f.start, f.end, references.text(n).encode()) for n, f in enumerate(files)]
-    salt = form.fields.get(b"cache_salt", b"").decode("utf-8", "replace")
+    fields = {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in form.fields}
+    salt = fields.get("cache_salt", "")
     if files:
         check_salt(salt, limits)
-    refs = tuple(_reference(file, data, salt, config, is_kept=are_kept) for file in files)
-    report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
-    model, stream = (form.fields.get(name, b"").decode("utf-8", "replace") for name in (b"model", b"stream"))
-    is_streamed = stream.lower() == "true"
-    return ExtractedMedia(refs, edited(edits), wants_report=report, model=model or None, stream=is_streamed)
+    return ExtractedMedia(
+        tuple(_reference(file, data, salt, config, is_kept=are_kept) for file in files),
+        edited(edits),
+        wants_report=wants_report(msgspec.Raw(fields.get("medialane", "").encode())),
+        model=fields.get("model") or None,
+        stream=fields.get("stream", "").lower() == "true",
+        upload=Upload(files[0].filename if files else "", fields) if are_kept else None,
+    )
 
 
 def form_fields(body: bytes, content_type: bytes) -> list[tuple[str, str]]:
     """Return names and values of a form's parts, with a file's content as its value. Raises
     FormParserError; UnicodeDecodeError for content that is no text."""
     form = _Form(content_type, body)
-    files = [(file.name, body[file.start : file.end]) for file in form.files]
-    fields = [(name.decode(), value) for name, value in form.others + list(form.fields.items())]
-    return [(name, value.decode()) for name, value in [*fields, *files]]
-
-
-def read_upload(body: bytes, content_type: bytes, allowed: Collection[str]) -> tuple[str, dict[str, str]]:
-    """Return the filename in a form with one file, its part `file`, and its other fields. Raises InvalidBody for what
-    is no form, InvalidRequest for fields that are not allowed, or no file."""
-    try:
-        form = _Form(content_type, body)
-        fields = {name.decode(): value.decode() for name, value in (*form.fields.items(), *form.others)}
-    except (FormParserError, UnicodeDecodeError) as error:
-        raise InvalidBody("the body must be a form (multipart/form-data)") from error
-    if [file.name for file in form.files] != ["file"]:
-        raise InvalidRequest("the form must have one file, in its field `file`", param="file")
-    for name in fields:
-        if name not in allowed:
-            raise InvalidRequest(f"unknown field; supported here: file, {', '.join(allowed)}", param=name[:64])
-    return form.files[0].filename, fields
+    files = [(file.name, body[file.start : file.end].decode()) for file in form.files]
+    return [*((name.decode(), value.decode()) for name, value in form.fields), *files]
 
 
 def _reference(file: _File, data: bytes, salt: str, config: MediaConfig, *, is_kept: bool) -> MediaRef:
@@ -410,13 +402,11 @@ def _reference(file: _File, data: bytes, salt: str, config: MediaConfig, *, is_k
 
 
 class _Form:
-    """The files of a form, the values of its fields FIELDS that it has, and its other parts. Raises
-    FormParserError."""
+    """The files of a form, and its other parts, by name. Raises FormParserError."""
 
     def __init__(self, content_type: bytes, data: bytes) -> None:
         self.files: list[_File] = []
-        self.fields: dict[bytes, bytes] = {}
-        self.others: list[tuple[bytes, bytes]] = []
+        self.fields: list[tuple[bytes, bytes]] = []
         self._data = data
         self._header = self._value = self._disposition = b""
         self._range = (0, 0)
@@ -459,9 +449,5 @@ class _Form:
         if b"filename" in options:
             field, filename = (text.decode("utf-8", "replace") for text in (name, options[b"filename"]))
             self.files.append(_File(field[:_MAX_NAME_CHARS], *self._range, filename))
-            return
-        value = self._data[slice(*self._range)]
-        if name in FIELDS:
-            self.fields[name] = value
         else:
-            self.others.append((name, value))
+            self.fields.append((name, self._data[slice(*self._range)]))

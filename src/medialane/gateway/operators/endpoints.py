@@ -23,7 +23,7 @@ import msgspec
 
 from medialane.gateway.http.access import FILE_PATH, PAGE_PATH, REQUEST_PATH, REQUESTS_PATH, STATE_PATH
 from medialane.gateway.http.metrics import AskOthers, decoded, no_others
-from medialane.gateway.http.responses import JSON, NO_STORE, header, query_fields, send_response
+from medialane.gateway.http.responses import JSON, NO_STORE, Endpoint, header, query_fields, send_response
 from medialane.gateway.operators.state import (
     GatewayPart,
     GatewayView,
@@ -117,11 +117,11 @@ class OperatorEndpoints:
     def routes(self) -> dict[str, ASGIApp]:
         """By method and path; to be the last ones, since FILE_PATH is the path of others, too."""
         return {
-            f"GET {STATE_PATH}": _Endpoint(self._send_state),
-            f"GET {REQUESTS_PATH}": _Endpoint(self._send_requests),
-            f"GET {REQUEST_PATH}": _Endpoint(self._send_request),
-            f"GET {PAGE_PATH}": _Endpoint(_send_file),
-            f"GET {FILE_PATH}": _Endpoint(_send_file),
+            f"GET {STATE_PATH}": Endpoint(self._send_state),
+            f"GET {REQUESTS_PATH}": Endpoint(self._send_requests),
+            f"GET {REQUEST_PATH}": Endpoint(self._send_request),
+            f"GET {PAGE_PATH}": Endpoint(_send_file),
+            f"GET {FILE_PATH}": Endpoint(_send_file),
         }
 
     @property
@@ -279,16 +279,6 @@ class WorkerControl:
         origin: Literal["configured", "joined"] = "configured" if link.address else "joined"
         num_requests = max(num_reported, endpoints[0].num_in_flight)
         return WorkerInfo(link.name, link.role, link.state, link.worker_id, num_requests, link.address, origin)
-
-
-class _Endpoint:
-    """One of them as an ASGI app: Starlette takes a function for a handler of its own."""
-
-    def __init__(self, respond: ASGIApp) -> None:
-        self._respond = respond
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._respond(scope, receive, send)
 
 
 async def _send_file(scope: Scope, _receive: Receive, send: Send) -> None:
