@@ -82,6 +82,9 @@ MOVING_PER_WORKER = 16
 #: Most seconds that each counts: of an answer that is not streamed, the first output is the last.
 _MOVING_S = 1.0
 
+#: Errors of an attempt after which there may be another one.
+_REPEATED = (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged)
+
 _MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
 
 
@@ -496,7 +499,11 @@ class Attempts:
                         remote = await self._send(trace)
                         async for delta in remote:
                             yield self._noted(delta, trace)
-                except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
+                except MedialaneError as error:
+                    if not self.has_begun:  # unless its worker is lost, it has not read them
+                        self._own_blocks(not isinstance(error, WorkerLost))
+                    if not isinstance(error, _REPEATED):
+                        raise
                     call, place = self.call, self.call.route.routed
                     call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
                     if self.has_begun:
@@ -612,7 +619,6 @@ class Attempts:
         """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the
         request's error if nothing is left to try."""
         had_prefilled = self.call.prefilled is not None
-        self._own_blocks(not isinstance(error, WorkerLost))  # the worker has refused them
         self.call = self._runner.without_prefill(self.call)
         match error:
             case HandoverFailed() if had_prefilled:

@@ -63,10 +63,12 @@ class NixlParams(msgspec.Struct, frozen=True):
 
 
 class Transfers:
-    """What this engine reads from others, until the first outputs of its requests."""
+    """What this engine reads from others, until the first outputs of its requests, and keeps for them, until the
+    requests have ended."""
 
     def __init__(self, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        self._kept: dict[str, bytes] = {}
         self._reading: dict[str, asyncio.Timeout] = {}
         self._num_tokens: dict[str, int] = {}
 
@@ -95,6 +97,22 @@ class Transfers:
     def take(self, request_id: str) -> int:
         """Return the number of tokens that were read, once."""
         return self._num_tokens.pop(request_id, 0)
+
+    def submitted(self, request_id: str) -> None:
+        """Note that EngineCore gets the request."""
+        self._kept[request_id] = b""
+
+    def kept(self, request_id: str, params: dict[str, Any]) -> None:
+        """Note what the connector has given for the blocks of a prompt, if its request has not ended."""
+        if request_id in self._kept:
+            self._kept[request_id] = encode_params(params)
+
+    def kept_by(self, request_id: str) -> bytes | None:
+        """Return what the connector has given for its blocks, empty without; None if EngineCore has not got it."""
+        return self._kept.get(request_id)
+
+    def ended(self, request_id: str) -> None:
+        self._kept.pop(request_id, None)
 
 
 def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTransferConfig | None:

@@ -632,16 +632,16 @@ GROUPS: tuple[Group, ...] = (
     ),
     _engine(
         name="KV transfer",
-        purpose="a worker reports how many tokens of a prompt it has read from another one",
+        purpose="a worker reports how many tokens of a prompt it has read from another one, and its blocks for others",
         processes=("worker",),
-        without="a prompt that is computed twice is not noticed",
+        without="a prompt that is computed twice is not noticed; blocks of a client that leaves are kept for a lease",
         instead="vLLM's metrics have the sum over all requests",
         tests=("tests/contract/test_vllm_kv_transfer.py",),
         seams=_seams("""
             replace vllm.v1.engine.output_processor:OutputProcessor.process_outputs(self, engine_core_outputs,
                 engine_core_timestamp, iteration_stats, weight_version) in
                 vllm.v1.engine.async_llm:AsyncLLM._run_output_handler
-            read vllm.v1.engine:EngineCoreOutput with request_id, prefill_stats
+            read vllm.v1.engine:EngineCoreOutput with request_id, prefill_stats, kv_transfer_params
             read vllm.v1.metrics.stats:PrefillStats with num_external_cached_tokens
             read vllm.v1.engine.output_processor:RequestState with external_req_id
         """),
