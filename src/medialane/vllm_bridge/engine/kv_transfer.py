@@ -27,15 +27,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.types.errors import HandoverFailed, StartupFailed
 from medialane.types.hashing import content_hash
-from medialane.types.request import KvTransfer, WorkerRole
+from medialane.types.request import SIDE_CHANNEL_PORT, KvTransfer, WorkerRole
+from medialane.vllm_bridge.seams.kv_transfer import NIXL
 
 logger = logging.getLogger(__name__)
 
 #: The sampling parameter that vLLM passes to its connector.
 FOR_CONNECTOR = "kv_transfer_params"
-NIXL = "NixlConnector"
 _SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 #: Engines may be asked for their addresses while others start: below the range of ports that the kernel gives away.
 _PORTS = range(20_000, 30_000)
 

@@ -656,6 +656,8 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_kv_transfer.py",),
         is_optional=True,
         seams=_seams("""
+            replace vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.create_connector(config, role,
+                kv_cache_config) in vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized
             call vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker:NixlBaseConnectorWorker(vllm_config,
                 engine_id, kv_cache_config)
         """),
@@ -702,6 +704,20 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             replace vllm.v1.engine.utils:get_mp_context() in CoreEngineProcManager.__init__
             call vllm.ray.lazy_utils:is_in_ray_actor()
+        """),
+    ),
+    _engine_core(
+        name="KV blocks that were not read",
+        purpose="tokens whose blocks could not be read from another engine do not count as read",
+        without="the report of a request may name more transferred tokens than there were",
+        tests=("tests/contract/test_vllm_kv_transfer.py",),
+        seams=_seams("""
+            replace vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv(self, request) in
+                Scheduler._handle_blocked_waiting_request
+            read :Scheduler with failed_recving_kv_req_ids
+            read vllm.v1.request:Request with num_computed_tokens, prefill_stats
+            call vllm.v1.metrics.stats:PrefillStats.set(num_prompt_tokens, num_local_cached_tokens,
+                num_external_cached_tokens)
         """),
     ),
     _engine_core(
