@@ -26,7 +26,7 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
-from medialane.types.request import ENCODER, SIDE_CHANNEL_PORT
+from medialane.types.request import ENCODER, SIDE_CHANNEL_PORT, WorkerRole
 from medialane.wire.address import consecutive_ports, format_tcp
 from medialane.wire.listener import bind_http, check_listen, check_port
 from medialane.wire.security import Security, check_address
@@ -234,7 +234,7 @@ def process_specs(
                 model,
                 [
                     *("--listen", f"unix:{path}"),
-                    *(("--role", roles[i]) if roles[i] != "worker" else ()),
+                    *role_flags(roles[i]),
                     *store_flags,
                     *run.common_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
@@ -292,6 +292,10 @@ def _behind_router(gateway: ProcessSpec, path: Path) -> ProcessSpec:
 def store_path(folder: Path) -> Path:
     """Return the path of the store's socket."""
     return folder / "store.sock"
+
+
+def role_flags(role: WorkerRole) -> tuple[str, ...]:
+    return () if role == "worker" else ("--role", role)
 
 
 def own_flags(config: Config, vllm_args: Sequence[str], number: int, label: str = "") -> list[str]:
