@@ -303,7 +303,7 @@ class WaitingEngine(FailingEngine):
             await self._wait()
         finally:
             if self._kept is not None:
-                self._transfers.kept(request.request_id, self._kept)
+                self._transfers.note_kept(request.request_id, self._kept)
         yield
 
     async def _wait(self):

@@ -255,7 +255,7 @@ class VllmEngine:
         self.card = _card(llm, profile, role)
         self._transfers = Transfers()
         if self.card.kv_group:
-            watch_transfers(llm, self._transfers.begun, self._transfers.kept)
+            watch_transfers(llm, self._transfers.begun, self._transfers.note_kept)
 
     @property
     def takes_media(self) -> bool:
@@ -356,7 +356,7 @@ class VllmEngine:
             ):
                 first = True
                 if transfer is not None:
-                    self._transfers.submitted(request.request_id)
+                    self._transfers.kept[request.request_id] = b""
                 async for output in outputs:
                     if has_error(output):
                         await self._check_cause(request, output, reads_arena=reads_arena, first=first)
@@ -376,14 +376,14 @@ class VllmEngine:
                     has_output = True
                     yield delta
         except asyncio.CancelledError:
-            kept = self._transfers.kept_by(request.request_id)
+            kept = self._transfers.kept.get(request.request_id)
             if kept and not has_output:
                 yield OutputDelta(request.request_id, [], finished=True, kv_params=kept)
             elif kept is None and transfer.params and not has_output:
                 await self._release_blocks(request.request_id, transfer)
             raise
         finally:
-            self._transfers.ended(request.request_id)
+            self._transfers.kept.pop(request.request_id, None)
 
     async def _release_blocks(self, request_id: str, transfer: KvTransfer) -> None:
         """Have the connector tell another engine that blocks, which it keeps for this one, are not read."""
@@ -400,7 +400,7 @@ class VllmEngine:
     ) -> EngineRequest:
         """Return a request for several choices without parameters of KV blocks: each choice would read the blocks,
         which are kept for one reader. They are read into the prefix cache before, if there is one."""
-        self._transfers.submitted(request.request_id)  # it leaves them to `fetch`
+        self._transfers.kept[request.request_id] = b""  # it leaves them to `fetch`
         if transfer.params and self.card.block_size:
             fetch = msgspec.structs.replace(
                 request, request_id=f"{request.request_id}-kv", kv_transfer=KvTransfer("fetch", transfer.params)

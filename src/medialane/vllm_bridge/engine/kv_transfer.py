@@ -62,12 +62,12 @@ class NixlParams(msgspec.Struct, frozen=True):
 
 
 class Transfers:
-    """What this engine reads from others, until the first outputs of its requests, and keeps for them, until the
-    requests have ended."""
+    """What this engine reads from others, until the first outputs of its requests. `kept` has the parameters of the
+    blocks that it keeps for others, empty without, by the requests that EngineCore has got and that have not ended."""
 
     def __init__(self, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._kept: dict[str, bytes] = {}
+        self.kept: dict[str, bytes] = {}
         self._reading: dict[str, asyncio.Timeout] = {}
         self._num_tokens: dict[str, int] = {}
 
@@ -97,21 +97,9 @@ class Transfers:
         """Return the number of tokens that were read, once."""
         return self._num_tokens.pop(request_id, 0)
 
-    def submitted(self, request_id: str) -> None:
-        """Note that EngineCore gets the request."""
-        self._kept[request_id] = b""
-
-    def kept(self, request_id: str, params: dict[str, Any]) -> None:
-        """Note what the connector has given for the blocks of a prompt, if its request has not ended."""
-        if request_id in self._kept:
-            self._kept[request_id] = encode_params(params)
-
-    def kept_by(self, request_id: str) -> bytes | None:
-        """Return what the connector has given for its blocks, empty without; None if EngineCore has not got it."""
-        return self._kept.get(request_id)
-
-    def ended(self, request_id: str) -> None:
-        self._kept.pop(request_id, None)
+    def note_kept(self, request_id: str, params: dict[str, Any]) -> None:
+        if request_id in self.kept:
+            self.kept[request_id] = encode_params(params)
 
 
 def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTransferConfig | None:
