@@ -67,6 +67,7 @@ class Outcome:
     work_s: list[float] = field(default_factory=list)
     began_s: float = 0.0
     last_arrival_s: float = 0.0
+    last_end_s: float = 0.0
 
     @property
     def cached(self) -> float:
@@ -435,6 +436,7 @@ class _Worker:
             self.relay.load_changed()
             return
         self._cluster.num_unfinished -= 1
+        self._cluster.outcome.last_end_s = self._cluster.loop.time()
         self.relay.load_changed()
         self._cluster.finished(request.turn.session)
 

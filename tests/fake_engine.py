@@ -239,7 +239,13 @@ class FakeEngine:
                 await self._steps.wait()
                 self._check_alive()
                 sent = _delta(request, 0, 0, num_cached, finished=True)
-                yield msgspec.structs.replace(sent, kv_params=self.kv_blocks.keep(inputs))
+                sent = msgspec.structs.replace(sent, kv_params=self.kv_blocks.keep(inputs))
+                try:
+                    await asyncio.sleep(0)
+                except asyncio.CancelledError:  # the abort crosses the output
+                    yield sent
+                    raise
+                yield sent
                 return
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)  # time: as an engine takes

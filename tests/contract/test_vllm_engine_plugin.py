@@ -1,5 +1,6 @@
 """The private seams of vLLM that let EngineCore read tensors from arenas: failures show what an upgrade broke."""
 
+import asyncio
 import copy
 import gc
 import inspect
@@ -31,7 +32,7 @@ from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.types.errors import GenerationFailed, HandoverFailed, InvalidFeature
 from medialane.types.feature import Feature, MediaPayload
 from medialane.types.media import MediaSize
-from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, KvTransfer, UnexpandedPrompt
 from medialane.types.tensor import TensorSpec
 from medialane.vllm_bridge.engine.engine import VllmEngine
 from medialane.vllm_bridge.engine.engine_core import install
@@ -278,6 +279,70 @@ def test_failed_pooling_request_is_an_output_of_the_front_end():
     failed = EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR, mm_cache_miss_hashes=["r"])
     (found,) = processor.process_outputs([failed]).request_outputs
     assert found.error is not None
+
+
+class WaitingEngine(FailingEngine):
+    """EngineCore has the request once `submitted` is set. When that is aborted, it has `kept` blocks, or not."""
+
+    def __init__(self, *, gets_input, kept=None):
+        super().__init__(item_of(torch.zeros(4)))
+        self.llm.notify_kv_transfer_request_rejected = self._reject
+        self.begun, self.rejected = asyncio.Event(), []
+        self._gets_input, self._kept = gets_input, kept
+
+    async def _reject(self, _request_id, params):
+        self.rejected.append(params)
+
+    async def _engine_input(self, *args):
+        if not self._gets_input:
+            await self._wait()
+        return await super()._engine_input(*args)
+
+    async def _outputs(self, request, *_args):
+        try:
+            await self._wait()
+        finally:
+            if self._kept is not None:
+                self._transfers.note_kept(request.request_id, self._kept)
+        yield
+
+    async def _wait(self):
+        self.begun.set()
+        await asyncio.Event().wait()
+
+
+async def aborted(engine, transfer):
+    """Return what the request still has as output."""
+    deltas = []
+
+    async def run():
+        async for delta in engine.generate(EngineRequest("r", ExpandedPrompt([1]), b"", kv_transfer=transfer), []):
+            deltas.append(delta)  # noqa: PERF401 - what came before the abort counts
+
+    running = asyncio.create_task(run())
+    await engine.begun.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    return deltas
+
+
+KV_PARAMS = {"remote_request_id": "p"}
+OF_KV_PARAMS = msgspec.json.encode(KV_PARAMS)
+
+
+@pytest.mark.parametrize(("gets_input", "rejected"), [(False, [KV_PARAMS]), (True, [])])
+async def test_abort_before_engine_core_has_the_request_rejects_the_blocks_that_it_was_to_read(gets_input, rejected):
+    engine = WaitingEngine(gets_input=gets_input)
+    engine.llm.vllm_config.kv_transfer_config = SimpleNamespace(has_connector=lambda _name: False)
+    assert await aborted(engine, KvTransfer("receive", OF_KV_PARAMS)) == []
+    assert engine.rejected == rejected
+
+
+@pytest.mark.parametrize(("kept", "params"), [(KV_PARAMS, [OF_KV_PARAMS]), (None, [])])
+async def test_abort_that_crosses_the_output_of_a_prompt_leaves_the_parameters_of_its_blocks(kept, params):
+    engine = WaitingEngine(gets_input=True, kept=kept)
+    assert [delta.kv_params for delta in await aborted(engine, KvTransfer("send"))] == params
 
 
 async def test_arena_that_engine_core_did_not_confirm_in_time_is_unmapped_as_well():

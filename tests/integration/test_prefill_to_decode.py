@@ -288,6 +288,34 @@ async def test_client_that_leaves_leaves_no_blocks_behind(host, where):
     await nothing_is_kept(host)
 
 
+@pytest.mark.parametrize("has_media", [False, True], ids=["text", "media"])
+async def test_client_that_leaves_at_any_moment_leaves_no_blocks_behind(host, has_media):
+    """After each number of steps of the event loop that gateway and workers share here."""
+    await host.start()
+    num_steps, is_whole = 0, False
+    while not is_whole:
+        seed = num_steps if has_media else None
+        asked = host.text([*TEXT, num_steps]) if seed is None else host.answer(png(seed=seed))
+        running = asyncio.create_task(asked)
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        is_whole = running.done()
+        running.cancel()
+        await asyncio.wait([running])
+        num_steps += 1
+        await nothing_is_kept(host)
+    assert host.blocks.num_sent > 1
+
+
+async def test_error_of_the_worker_of_the_answer_releases_the_blocks(host):
+    await host.start()
+    refuse(host.d, GenerationFailed("no"))
+    with pytest.raises(GenerationFailed, match="no"):
+        await host.text()
+    assert host.blocks.num_sent == 1
+    await nothing_is_kept(host)
+
+
 async def test_idle_worker_of_the_answer_computes_the_prompt_itself(host):
     await host.start(prefill_at="auto")
     await host.text()

@@ -89,7 +89,7 @@ async def test_answers_of_workers_that_a_request_ends_go_on(open_parts):
 async def test_workers_that_are_lost_long_after_the_request_has_arrived_are_not_held_against_it(
     open_parts, monkeypatch
 ):
-    monkeypatch.setattr("medialane.gateway.request.run.SUSPICIOUS_S", 0.05)
+    monkeypatch.setattr("medialane.gateway.request.attempts.SUSPICIOUS_S", 0.05)
     parts, workers = await open_parts(5, dies_after_s=0.2, migration_limit=3)
     with pytest.raises(WorkerLost):
         await tokens_of(parts, [MARKER])

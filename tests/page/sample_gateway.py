@@ -95,6 +95,7 @@ class Request:
             "status": None if not is_over else 503 if self.error else 200,
             "error": self.error if is_over else None,
             "decision": None,
+            "prefill": None,
         }
 
     def _item(self, item: dict[str, Any], stages: dict[str, float], stage: str | None) -> dict[str, Any]:
@@ -198,6 +199,7 @@ class SampleGateway:
         now = time.time()
         view = next((view for each in self.requests if (view := each.view(now))["id"] == request_id), None)
         if view and view["worker"]:
+            view["prefill"] = {"outcome": "split", "worker": self._worker(0), "ms": 81.5, "transferred_tokens": 812}
             others = [self._worker(number) for number in range(min(4, self.scene.workers))]
             view["decision"] = {
                 "worker": view["worker"],

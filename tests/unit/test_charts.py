@@ -222,6 +222,42 @@ def test_values_say_what_their_pods_ask_for(file, asked):
         kubernetes_validate.validate(found, RELEASES[-1], strict=True)
 
 
+def test_chart_has_a_pool_that_computes_prompts_and_one_that_generates(tmp_path):
+    sets = (
+        "prefill.replicas=2",
+        "prefill.nodeSelector.pool=fast",
+        "workers.nodeSelector.zone=a",
+        "prefill.flags={--log-format=json}",
+    )
+    objects = rendered(*(word for each in sets for word in ("--set", each)))
+    deployments = of_kind(objects, "Deployment")
+    numbers = {name: each["spec"]["replicas"] for name, each in deployments.items()}
+    assert numbers == {"site-gateway": 2, "site-worker": 4, "site-prefill": 2}
+    policies, found, selected = of_kind(objects, "NetworkPolicy"), containers(objects), pods(objects)
+    assert selected["prefill"]["spec"]["nodeSelector"] == {"pool": "fast", "zone": "a"}
+    assert selected["worker"]["spec"]["nodeSelector"] == {"zone": "a"}
+    for pool, role in (("worker", "decode"), ("prefill", "prefill")):
+        args, config = parse(found[pool, "worker-0"]["args"], tmp_path)
+        assert (args.role, config.worker.join) == (role, "site-join:7100")
+        assert ("--log-format=json" in found[pool, "worker-0"]["args"]) == (pool == "prefill")
+        assert selected[pool]["metadata"]["labels"]["llm-d.ai/role"] == role
+        assert matches(deployments[f"site-{pool}"]["spec"]["selector"], selected) == [pool]
+        assert matches(policies[f"site-{pool}"]["spec"]["podSelector"], selected) == [pool]
+        peers = policies[f"site-{pool}"]["spec"]["ingress"][1]["from"]
+        assert [matches(each["podSelector"], selected) for each in peers] == [["worker"], ["prefill"]]
+        assert f"site-{pool}" in of_kind(objects, "PodDisruptionBudget")
+    peers = policies["site-gateway"]["spec"]["ingress"][1]["from"]
+    assert [matches(each["podSelector"], selected) for each in peers] == [["worker"], ["prefill"]]
+    for each in objects:
+        kubernetes_validate.validate(each, RELEASES[-1], strict=True)
+
+
+def matches(selector, templates):
+    """The components whose pods it selects."""
+    wanted = selector["matchLabels"].items()
+    return [name for name, pod in templates.items() if wanted <= pod["metadata"]["labels"].items()]
+
+
 def test_chart_makes_an_api_key_on_request():
     objects = rendered("--set", "gateway.createApiKey=true")
     (secret,) = [each for name, each in of_kind(objects, "Secret").items() if name.endswith("api-keys")]

@@ -26,7 +26,7 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
-from medialane.types.request import ENCODER
+from medialane.types.request import ENCODER, SIDE_CHANNEL_PORT, WorkerRole
 from medialane.wire.address import consecutive_ports, format_tcp
 from medialane.wire.listener import bind_http, check_listen, check_port
 from medialane.wire.security import Security, check_address
@@ -36,7 +36,6 @@ from medialane.worker.config import WorkerConfig
 _GATEWAY_STOP_S = 20.0
 #: It has nothing to finish.
 _WARM_STOP_S = 2.0
-_SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _RUN_PREFIX = "medialane-run-"
 #: Of `command`, before the flags: NAME MODEL after the interpreter.
 _NUM_COMMAND_WORDS = len(INTERPRETER) + 2
@@ -235,7 +234,7 @@ def process_specs(
                 model,
                 [
                     *("--listen", f"unix:{path}"),
-                    *(("--role", roles[i]) if roles[i] != "worker" else ()),
+                    *role_flags(roles[i]),
                     *store_flags,
                     *run.common_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
@@ -295,6 +294,10 @@ def store_path(folder: Path) -> Path:
     return folder / "store.sock"
 
 
+def role_flags(role: WorkerRole) -> tuple[str, ...]:
+    return () if role == "worker" else ("--role", role)
+
+
 def own_flags(config: Config, vllm_args: Sequence[str], number: int, label: str = "") -> list[str]:
     """Return the flags that give a worker of this host a name, with `label` or its number, and metrics ports of its
     own."""
@@ -332,10 +335,10 @@ def engines_of(config: Config) -> Engines:
 
 def _side_channel(environ: Mapping[str, str], vllm_args: Sequence[str], number: int) -> dict[str, str]:
     """Return the ports of NIXL connectors of this engine, if the user has chosen the first."""
-    first = environ.get(_SIDE_CHANNEL_PORT, "")
+    first = environ.get(SIDE_CHANNEL_PORT, "")
     if not first.isdecimal():
         return {}
-    return {_SIDE_CHANNEL_PORT: str(int(first) + number * ranks_per_worker(vllm_args))}
+    return {SIDE_CHANNEL_PORT: str(int(first) + number * ranks_per_worker(vllm_args))}
 
 
 def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: int) -> str | None:

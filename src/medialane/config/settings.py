@@ -75,9 +75,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: NonNegativeInt = field(default=1, name="workers")
     """vLLM workers on this machine, with --ray in the cluster; 0: only workers that join (--join-listen)"""
     num_prefill: NonNegativeInt = field(default=0, name="prefill")
-    """vLLM workers on this machine that only compute prompts, for the KV caches of those of --decode"""
+    """vLLM workers that only compute prompts, for the KV caches of those of --decode"""
     num_decode: NonNegativeInt = field(default=0, name="decode")
-    """vLLM workers on this machine, instead of --workers, that generate with prompts of --prefill"""
+    """vLLM workers, instead of --workers, that generate with prompts of --prefill"""
     num_encoders: NonNegativeInt = field(default=0, name="encoders")
     """vLLM workers on this machine, besides --workers, that only encode new media"""
     encoder_gpu_share: NonNegativeFloat = field(default=0.0, name="encoder-gpu-share")
@@ -140,7 +140,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             parse_tcp(self.ray_address, "--address", to_connect=True)
         if self.gateway_nodes != "head" and not self.ray:
             raise StartupFailed("gateway_nodes needs --ray")
-        if self.ray and not self.num_workers:
+        if self.ray and not self.roles:
             raise StartupFailed("num_workers must be at least 1 with --ray")
 
     def _check_encoders(self) -> None:
@@ -156,8 +156,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("num_prefill and num_decode must be given together")
         if self.num_decode and self.num_workers > 1:
             raise StartupFailed("num_workers is without --prefill and --decode, which start workers of their own")
-        if self.num_decode and self.ray:
-            raise StartupFailed("num_prefill and num_decode are for this host, without --ray")
 
     @property
     def roles(self) -> list[WorkerRole]:

@@ -279,6 +279,10 @@ EncodeCache = Literal["auto", "on", "off"]
 ENCODER: Final = "encoder"
 PREFILL: Final = "prefill"
 
+#: The environment variable with the port by which other engines find KV blocks of one with NIXL (and the next ones, by
+#: its ranks).
+SIDE_CHANNEL_PORT: Final = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+
 
 class ModelCard(msgspec.Struct, frozen=True):
     """Description of a worker's model and engine. `processor` are the settings that must match for features to be

@@ -73,7 +73,8 @@ class _Running:
     def stop(self) -> None:
         if self.task is not None and not self._stopped:
             self._stopped = True
-            self.task.cancel()
+            # Not at once: it must begin, or nobody says that it leaves KV blocks unread.
+            asyncio.get_running_loop().call_soon(self.task.cancel)
 
 
 class SessionRequests:

@@ -25,6 +25,8 @@ from medialane.types.kv_blocks import KvChange
 from medialane.types.request import (
     EncoderCard,
     EngineRequest,
+    ExpandedPrompt,
+    KvTransfer,
     ModelCard,
     OutputDelta,
     WorkerLoad,
@@ -130,6 +132,7 @@ class Worker:
         embeddings.check(request.prompt.media)
         hold: Hold | None = None
         movers: tuple[MoverName, ...] = ()
+        is_at_engine = False
         try:
             if request.has_passed_holds:  # with the embeddings, as a rule
                 request, hold, movers = await hold_entries(request, (), self._host_arena)
@@ -141,6 +144,7 @@ class Worker:
             media = request.prompt.media
             tensors = [[self._receiver.fetch(tensor) for tensor in item.tensors] for item in media]
             with self._reading({entry.arena for entry in (*entries_read(request.prompt), *embeddings.ranges)}):
+                is_at_engine = True
                 async with aclosing(self._engine.generate(request, tensors, embeddings.uses(media))) as deltas:
                     is_first = True
                     async for delta in deltas:
@@ -154,10 +158,23 @@ class Worker:
         except (GenerationFailed, WorkerLost):
             self._ping_requested.set()
             raise
+        except asyncio.CancelledError:
+            if not is_at_engine:
+                await self._leave_blocks(request)
+            raise
         finally:  # the engine no longer reads or writes: `generate` ends only then
             embeddings.release()
             if hold is not None:
                 hold.release()
+
+    async def _leave_blocks(self, request: EngineRequest) -> None:
+        """Release the KV blocks that an aborted request was to read, which the engine has not got."""
+        if request.kv_transfer is not None and request.kv_transfer.params:
+            release = KvTransfer("release", request.kv_transfer.params)
+            leaving = EngineRequest(request.request_id, ExpandedPrompt([]), b"", kv_transfer=release)
+            async with aclosing(self._engine.generate(leaving, ())) as deltas:
+                async for _ in deltas:
+                    pass
 
     def watch_arena(self, listener: Callable[[str | None], None]) -> Callable[[], None]:
         """Call `listener` with the arena that this worker and its engine have mapped, now and after every change."""

@@ -147,6 +147,15 @@ def test_workers_differ_in_name_and_metrics_port():
     assert {each.vllm_args for each in found} == {("--enforce-eager",)}
 
 
+def test_workers_that_prefill_and_decode_have_their_roles_and_gateways_of_other_nodes_start_none():
+    given = joined(config(ray="true", gateway_nodes="each", prefill="1", decode="2"))
+    found = specs(given)
+    assert [each.name for each in found] == ["prefill 0", "decode 1", "decode 2"]
+    assert [each.command[2:4] for each in found] == [("--role", role) for role in ("prefill", "decode", "decode")]
+    gateways, _ = gateway_specs(given, "m", (), NODES, folder="abc")
+    assert load_config({}, environ=dict(gateways.environ)).cluster.roles == []
+
+
 def test_given_name_replaces_the_host():
     (found,) = specs(config(worker_name="blue"))
     assert found.joins_as == "blue/0"

@@ -17,6 +17,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/* Components of workers: with some that only compute prompts, the others generate. */}}
+{{- define "medialane.pools" -}}
+worker{{ if gt (int .Values.prefill.replicas) 0 }} prefill{{ end }}
+{{- end }}
+
 {{- define "medialane.rpcSecret" -}}
 {{- .Values.rpc.secretName | default (printf "%s-rpc" (include "medialane.name" .)) -}}
 {{- end }}

@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from medialane.cluster.child_process import INTERPRETER, ChildProcess, HttpAnswers, LogFolder, ProcessLog
-from medialane.cluster.local import base_url, own_flags, parent_directory
+from medialane.cluster.local import base_url, own_flags, parent_directory, role_flags
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.placement import Engines, find_hardware, installed_version, place_engines, vllm_is_for_cpu
 from medialane.cluster.supervisor import Observer, Restarts, Supervisor
@@ -352,7 +352,8 @@ def gateway_specs(
 def _of_node(config: Config, node: str) -> Config:
     """Return the settings of gateways and store of another node: this node's, with the other's addresses."""
     joined = parse_tcp(config.gateway.join_listen, "--join-listen")
-    cluster = msgspec.structs.replace(config.cluster, num_workers=0, ray=False, ray_address="", gateway_nodes="head")
+    none = dict.fromkeys(("num_workers", "num_prefill", "num_decode"), 0)
+    cluster = msgspec.structs.replace(config.cluster, **none, ray=False, ray_address="", gateway_nodes="head")
     return msgspec.structs.replace(
         config,
         cluster=cluster,
@@ -382,8 +383,8 @@ def worker_specs(
     }
     return [
         RemoteSpec(
-            name=f"worker {i}",
-            command=("worker", model, *own_flags(own, vllm_args, i)),
+            name=f"{role} {i}",
+            command=("worker", model, *role_flags(role), *own_flags(own, vllm_args, i)),
             joins_as=f"{prefix}/{i}",
             vllm_args=tuple(engine_flags(vllm_args)),
             environ=settings_environ(own),
@@ -395,7 +396,7 @@ def worker_specs(
             log_dir=config.cluster.log_dir,
             max_log_bytes=config.cluster.max_log_bytes,
         )
-        for i in range(config.cluster.num_workers)
+        for i, role in enumerate(config.cluster.roles)
     ]
 
 

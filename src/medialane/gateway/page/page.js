@@ -371,8 +371,9 @@ const MEDIA_FROM = {shm: 'the store of this host', pull: 'a store of its own', i
 function fillWorker(row, worker) {
   const [name, state, first, load, kv, encoder] = row.children;
   const {isStuck: isStopped, past} = worker;
-  write(name, shortName(worker.name));
-  say(name, worker.transport ? `${worker.name}: media from ${MEDIA_FROM[worker.transport]}` : worker.name);
+  const role = worker.role === 'worker' ? null : worker.role;
+  write(name, [shortName(worker.name), role].filter(Boolean).join(' · '));
+  say(name, [worker.name, role, worker.transport && `media from ${MEDIA_FROM[worker.transport]}`].filter(Boolean).join(', '));
   const last = past.length ? ago(page.state.time - past.at(-1).at) : '';
   const text = isStopped && silence(worker) !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(silence(worker))}` : worker.state;
   write(state, worker.state === 'ready' && !isStopped && last ? `paused ${past.length}×, ${last}` : text);

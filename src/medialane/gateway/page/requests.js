@@ -208,6 +208,7 @@ function facts(view) {
     ['Worker', (view.attempts ?? []).map((each) => [each.worker + (each.rank ? ` rank ${each.rank}` : ''),
       each.transport && `${each.stage} by ${each.transport}`, each.error && `(${each.error})`].filter(Boolean).join(' ')).join(', then ')],
     ['Prompt', prompt],
+    ['Prefill', view.prefill?.outcome === 'split' ? `by ${shortName(view.prefill.worker)} in ${ms(view.prefill.ms)}, ${plural(view.prefill.transferred_tokens ?? 0, 'token')} transferred` : view.prefill?.outcome],
     ['Answer', view.generated_tokens ? plural(view.generated_tokens, 'token') : null],
     ['Received', `${new Date(view.received_at * 1000).toLocaleTimeString()} by gateway ${view.gateway}`],
   ];

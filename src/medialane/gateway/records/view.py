@@ -18,6 +18,7 @@ from medialane.gateway.records.record import (
     EmbeddingOutcome,
     ItemOutcome,
     ItemRecord,
+    PrefillReport,
     RequestError,
     RequestRecord,
     Source,
@@ -98,6 +99,7 @@ class RequestView(msgspec.Struct, frozen=True):
     status: int | None
     error: RequestError | None
     decision: RoutingReport | None = None
+    prefill: PrefillReport | None = None
 
 
 def request_view(record: RequestRecord, gateway: str = "0", *, is_full: bool = False) -> RequestView:
@@ -124,6 +126,7 @@ def request_view(record: RequestRecord, gateway: str = "0", *, is_full: bool = F
         status=record.status,
         error=record.error,
         decision=routing_of(record) if is_full else None,
+        prefill=record.prefill,
     )
 
 

@@ -21,6 +21,7 @@ from medialane.gateway.intake import placeholder_field
 from medialane.gateway.intake.documents import text_of
 from medialane.gateway.intake.places import FEATURE_SCHEME
 from medialane.gateway.request.assembly import Assembly, ImageBudget
+from medialane.gateway.request.dispatch import Dispatcher
 from medialane.gateway.request.handover_paths import Transports
 from medialane.gateway.request.media import PlainHashes, RequestMedia, keep
 from medialane.gateway.request.route import Routes
@@ -135,19 +136,20 @@ class AppBackend:
                 counts=counts,
                 has_priorities=has_priorities,
             )
-        self._runner = RequestRunner(
+        dispatcher = Dispatcher(
             config=config,
             transports=transports,
             store_items=store_items,
             workers=workers,
             routes=self.routes,
             metrics=metrics,
-            encoders=encoders,
             queues=self.queues,
-            has_priorities=has_priorities,
             stage_for=self._stage_for,
         )
-        self.generate = self._runner.generate
+        runner = RequestRunner(
+            dispatcher, config=config, encoders=encoders, queues=self.queues, has_priorities=has_priorities
+        )
+        self.generate = runner.generate
 
     def has_next(self) -> bool:
         """Return whether an output of the request that the current one has sent last has arrived."""

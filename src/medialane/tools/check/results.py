@@ -140,14 +140,20 @@ class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def passed(self) -> bool:
-        """Whether no answer differs, plain vLLM has answered at all, and prompts that are computed by other workers
-        are not computed again."""
-        return not self.count("differs") and self.num_equal > 0 and (self.num_transferred > 0 or not self.prefills)
+        """Whether no answer differs, plain vLLM has answered at all, and prompts are computed by other workers, if
+        there are some, and none of them again."""
+        is_split = not self.prefills or ("split" in self.prefills and not self.computed_twice)
+        return not self.count("differs") and self.num_equal > 0 and is_split
 
     @property
     def prefills(self) -> dict[str, int]:
         """In how many cases another worker has computed the prompt, or why not; empty if there was none."""
         return dict(Counter(result.prefill for result in self.results if result.prefill))
+
+    @property
+    def computed_twice(self) -> list[CaseResult]:
+        """Cases of which the worker of the answer has read nothing that another one has computed for it."""
+        return [each for each in self.results if each.prefill == "split" and not each.transferred_tokens]
 
     @property
     def num_transferred(self) -> int:
@@ -286,6 +292,8 @@ def show(report: CheckReport, console: Console) -> None:
     for outcome, number in sorted(report.prefills.items()):
         tokens = f", {report.num_transferred} tokens transferred" if outcome == "split" else ""
         _print(console, f"prefill {outcome}: in {number} of {len(report.results)} cases{tokens}")
+    for result in report.computed_twice:
+        _print(console, f"computed twice: {result.kind}, {result.case}")
     if report.predicted:
         _print(console, f"prompts are known from the size of media: {', '.join(report.predicted)}")
     for note in report.notes:
@@ -321,8 +329,10 @@ def _outcome_of_check(report: CheckReport) -> str:
     text = f"{report.model}: {len(report.results)} cases in {report.seconds:.0f} s: {', '.join(counts)}"
     if not report.num_equal:
         text += "; plain vLLM has answered none of them"
-    if report.prefills and not report.num_transferred:
-        text += "; no prompt was read from the worker that computes prompts"
+    if report.prefills and "split" not in report.prefills:
+        text += "; no prompt was computed by the worker for that"
+    if report.computed_twice:
+        text += f"; {len(report.computed_twice)} prompts were computed by both workers"
     return f"[{'green' if report.passed else 'red'}]{escape(text)}[/]"
 
 

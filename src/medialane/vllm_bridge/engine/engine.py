@@ -255,7 +255,7 @@ class VllmEngine:
         self.card = _card(llm, profile, role)
         self._transfers = Transfers()
         if self.card.kv_group:
-            watch_transfers(llm, self._transfers.begun)
+            watch_transfers(llm, self._transfers.begun, self._transfers.note_kept)
 
     @property
     def takes_media(self) -> bool:
@@ -318,11 +318,20 @@ class VllmEngine:
             await self._ask("medialane_detach", arena, timeout_s=ATTACH_TIMEOUT_S)
             await self._embeddings.detach(self._ask, arena)
 
-    async def generate(
+    def generate(
         self,
         request: EngineRequest,
         tensors: Sequence[Sequence[memoryview]],
         embeddings: Sequence[EmbeddingUse | None] = (),
+    ) -> AsyncGenerator[OutputDelta, None]:
+        deltas = self._generate(request, tensors, embeddings)
+        return deltas if request.kv_transfer is None else self._leaving_no_blocks(request, request.kv_transfer, deltas)
+
+    async def _generate(
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None],
     ) -> AsyncGenerator[OutputDelta, None]:
         transfer = request.kv_transfer
         with mapped_errors():
@@ -346,12 +355,35 @@ class VllmEngine:
                 aclosing(self._outputs(request, named, sent, lora)) as outputs,
             ):
                 first = True
+                if transfer is not None:
+                    self._transfers.kept[request.request_id] = b""
                 async for output in outputs:
                     if has_error(output):
                         await self._check_cause(request, output, reads_arena=reads_arena, first=first)
                     for delta in to_deltas(output, first=first, expanded=expanded, placed=placed):
                         yield delta if transfer is None else self._with_transfer(delta, output, transfer)
                     first = False
+
+    async def _leaving_no_blocks(
+        self, request: EngineRequest, transfer: KvTransfer, deltas: AsyncGenerator[OutputDelta, None]
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream the output. An abort may come before EngineCore has got the request, whose connector would otherwise
+        say that it reads no blocks; or cross the output of a prompt whose blocks are kept, which vLLM then drops."""
+        has_output = False
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    has_output = True
+                    yield delta
+        except asyncio.CancelledError:
+            kept = self._transfers.kept.get(request.request_id)
+            if kept and not has_output:
+                yield OutputDelta(request.request_id, [], finished=True, kv_params=kept)
+            elif kept is None and transfer.params and not has_output:
+                await self._release_blocks(request.request_id, transfer)
+            raise
+        finally:
+            self._transfers.kept.pop(request.request_id, None)
 
     async def _release_blocks(self, request_id: str, transfer: KvTransfer) -> None:
         """Have the connector tell another engine that blocks, which it keeps for this one, are not read."""
@@ -368,6 +400,7 @@ class VllmEngine:
     ) -> EngineRequest:
         """Return a request for several choices without parameters of KV blocks: each choice would read the blocks,
         which are kept for one reader. They are read into the prefix cache before, if there is one."""
+        self._transfers.kept[request.request_id] = b""  # it leaves them to `fetch`
         if transfer.params and self.card.block_size:
             fetch = msgspec.structs.replace(
                 request, request_id=f"{request.request_id}-kv", kv_transfer=KvTransfer("fetch", transfer.params)

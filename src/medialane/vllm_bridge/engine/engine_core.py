@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ from medialane.types.errors import InvalidEmbeds, InvalidFeature, PreparationFai
 from medialane.types.tensor import UNNAMED
 from medialane.vllm_bridge.engine.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.engine.engine_embeddings import Measured
-from medialane.vllm_bridge.engine.kv_transfer import SIDE_CHANNEL_PORT
 from medialane.vllm_bridge.engine.unexpanded_prompt import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.features import decode_small_fields, encode_item, spec_of
@@ -43,9 +41,9 @@ T = TypeVar("T")
 
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
-    if current_platform.is_cpu() and SIDE_CHANNEL_PORT in os.environ:
-        with suppress(ImportError):  # the connector says what is missing
-            yield_cores()
+    if current_platform.is_cpu():
+        yield_cores()
+    engine_core.correct_transfers()
     engine_core.report_phases()
     engine_core.use_socket_folder()
     engine_core.change(

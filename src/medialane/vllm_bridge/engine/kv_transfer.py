@@ -27,15 +27,14 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.types.errors import HandoverFailed, StartupFailed
 from medialane.types.hashing import content_hash
-from medialane.types.request import KvTransfer, WorkerRole
+from medialane.types.request import SIDE_CHANNEL_PORT, KvTransfer, WorkerRole
+from medialane.vllm_bridge.seams.kv_transfer import NIXL
 
 logger = logging.getLogger(__name__)
 
 #: The sampling parameter that vLLM passes to its connector.
 FOR_CONNECTOR = "kv_transfer_params"
-NIXL = "NixlConnector"
 _SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 #: Engines may be asked for their addresses while others start: below the range of ports that the kernel gives away.
 _PORTS = range(20_000, 30_000)
 
@@ -63,10 +62,12 @@ class NixlParams(msgspec.Struct, frozen=True):
 
 
 class Transfers:
-    """What this engine reads from others, until the first outputs of its requests."""
+    """What this engine reads from others, until the first outputs of its requests. `kept` has the parameters of the
+    blocks that it keeps for others, empty without, by the requests that EngineCore has got and that have not ended."""
 
     def __init__(self, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        self.kept: dict[str, bytes] = {}
         self._reading: dict[str, asyncio.Timeout] = {}
         self._num_tokens: dict[str, int] = {}
 
@@ -95,6 +96,10 @@ class Transfers:
     def take(self, request_id: str) -> int:
         """Return the number of tokens that were read, once."""
         return self._num_tokens.pop(request_id, 0)
+
+    def note_kept(self, request_id: str, params: dict[str, Any]) -> None:
+        if request_id in self.kept:
+            self.kept[request_id] = encode_params(params)
 
 
 def transfer_config(given: KVTransferConfig | None, role: WorkerRole) -> KVTransferConfig | None:

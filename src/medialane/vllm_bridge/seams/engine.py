@@ -73,14 +73,24 @@ def num_unfinished_by_rank(llm: AsyncLLM) -> list[int]:
     return [num_by_engine[engine] for engine in core.core_engines]
 
 
-def watch_transfers(llm: AsyncLLM, note: Callable[[str, int], None]) -> None:
+#: Characters that vLLM adds to the id by which a request is made.
+_SUFFIX = len("-12345678")
+
+
+def watch_transfers(
+    llm: AsyncLLM, note: Callable[[str, int], None], note_kept: Callable[[str, dict[str, Any]], None]
+) -> None:
     """Call `note`, before the first output of a request, with the id by which it was made, and the number of tokens
-    whose KV blocks were read from another engine. To be called before the first request."""
+    whose KV blocks were read from another engine; and `note_kept` with that and the connector's parameters of blocks
+    that are kept for another engine, even if the request was aborted meanwhile. To be called before the first
+    request."""
     processor = llm.output_processor
     process_outputs = processor.process_outputs
 
     def process(engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
+            if output.kv_transfer_params is not None:  # of an aborted request vLLM knows no other id any more
+                note_kept(output.request_id[:-_SUFFIX], output.kv_transfer_params)
             if (stats := output.prefill_stats) is not None:
                 state = processor.request_states.get(output.request_id)
                 if state is not None:

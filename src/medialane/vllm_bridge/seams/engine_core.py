@@ -12,6 +12,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.model_loader import weight_utils
 from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.abstract import Executor
@@ -51,6 +52,25 @@ def change(
     core.EngineCore.preprocess_add_request = preprocess_add_request
     for name, utility in utilities.items():
         setattr(core.EngineCore, name, utility)
+
+
+# KV blocks that were not read
+
+_UPDATE_WAITING = Scheduler._update_waiting_for_remote_kv
+
+
+def correct_transfers() -> None:
+    """Have the statistics of a prompt count tokens that were read from another engine: vLLM counts what it is about to
+    read, and computes the tokens behind a block that it could not. Idempotent."""
+
+    def update_waiting_for_remote_kv(self: Any, request: Any) -> None:
+        stats, num_valid = request.prefill_stats, request.num_computed_tokens
+        if stats is not None and request.request_id in self.failed_recving_kv_req_ids:
+            num_local = min(stats.num_local_cached_tokens, num_valid)
+            stats.set(stats.num_prompt_tokens, num_local, num_valid - num_local)
+        _UPDATE_WAITING(self, request)
+
+    Scheduler._update_waiting_for_remote_kv = update_waiting_for_remote_kv
 
 
 # The phases of a start

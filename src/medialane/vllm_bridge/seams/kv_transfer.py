@@ -10,16 +10,34 @@ it costs 0.03 cores, and still wakes for transfers.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+NIXL = "NixlConnector"
+
 _PROGRESS_INTERVAL_US = 1000
+
+_CREATE_CONNECTOR = KVConnectorFactory.create_connector
+
+
+def yield_cores() -> None:
+    """Change the NIXL connectors that are made in this process, or in one that is forked from it. Other engines do not
+    import NIXL. Idempotent."""
+
+    def create_connector(config: Any, role: Any, kv_cache_config: Any) -> Any:
+        if config.kv_transfer_config is not None and config.kv_transfer_config.has_connector(NIXL):
+            with suppress(ImportError):  # the connector says what is missing
+                _change_nixl()
+        return _CREATE_CONNECTOR(config, role, kv_cache_config)
+
+    KVConnectorFactory.create_connector = create_connector
 
 
 @cache
-def yield_cores() -> None:
-    """Change the connectors that are made in this process, or in one that is forked from it. Raises ImportError without
-    NIXL."""
+def _change_nixl() -> None:
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM, which must set it before the import
     from nixl import _bindings as bindings  # imported lazily: few engines have connectors
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker

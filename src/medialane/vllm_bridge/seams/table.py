@@ -632,16 +632,16 @@ GROUPS: tuple[Group, ...] = (
     ),
     _engine(
         name="KV transfer",
-        purpose="a worker reports how many tokens of a prompt it has read from another one",
+        purpose="a worker reports how many tokens of a prompt it has read from another one, and its blocks for others",
         processes=("worker",),
-        without="a prompt that is computed twice is not noticed",
+        without="a prompt that is computed twice is not noticed; blocks of a client that leaves are kept for a lease",
         instead="vLLM's metrics have the sum over all requests",
         tests=("tests/contract/test_vllm_kv_transfer.py",),
         seams=_seams("""
             replace vllm.v1.engine.output_processor:OutputProcessor.process_outputs(self, engine_core_outputs,
                 engine_core_timestamp, iteration_stats, weight_version) in
                 vllm.v1.engine.async_llm:AsyncLLM._run_output_handler
-            read vllm.v1.engine:EngineCoreOutput with request_id, prefill_stats
+            read vllm.v1.engine:EngineCoreOutput with request_id, prefill_stats, kv_transfer_params
             read vllm.v1.metrics.stats:PrefillStats with num_external_cached_tokens
             read vllm.v1.engine.output_processor:RequestState with external_req_id
         """),
@@ -656,6 +656,8 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_kv_transfer.py",),
         is_optional=True,
         seams=_seams("""
+            replace vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.create_connector(config, role,
+                kv_cache_config) in vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized
             call vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker:NixlBaseConnectorWorker(vllm_config,
                 engine_id, kv_cache_config)
         """),
@@ -702,6 +704,20 @@ GROUPS: tuple[Group, ...] = (
         seams=_seams("""
             replace vllm.v1.engine.utils:get_mp_context() in CoreEngineProcManager.__init__
             call vllm.ray.lazy_utils:is_in_ray_actor()
+        """),
+    ),
+    _engine_core(
+        name="KV blocks that were not read",
+        purpose="tokens whose blocks could not be read from another engine do not count as read",
+        without="the report of a request may name more transferred tokens than there were",
+        tests=("tests/contract/test_vllm_kv_transfer.py",),
+        seams=_seams("""
+            replace vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv(self, request) in
+                Scheduler._handle_blocked_waiting_request
+            read :Scheduler with failed_recving_kv_req_ids
+            read vllm.v1.request:Request with num_computed_tokens, prefill_stats
+            call vllm.v1.metrics.stats:PrefillStats.set(num_prompt_tokens, num_local_cached_tokens,
+                num_external_cached_tokens)
         """),
     ),
     _engine_core(

@@ -98,3 +98,14 @@ def test_report_counts_what_became_of_embeddings():
     one, both = ({"stage": "features", "items": found} for found in (items[:1], items))
     report = report_of(*(judged(good(report=found), good()) for found in (one, both, REPORT)))
     assert report.embeddings == {"loaded": 2, "encoded": 1}
+
+
+def split(num_tokens):
+    return judged(good(report={"prefill": {"outcome": "split", "transferred_tokens": num_tokens}}), good())
+
+
+def test_report_passes_only_if_each_prompt_that_was_split_was_read():
+    whole = judged(good(report={"prefill": {"outcome": "few_tokens"}}), good())
+    assert report_of(split(100), whole).passed
+    assert not report_of(split(100), split(0)).passed
+    assert not report_of(whole).passed, "none was split"

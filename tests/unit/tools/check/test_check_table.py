@@ -41,3 +41,15 @@ def test_media_whose_size_is_enough_are_named():
 
 def test_refusals_alone_are_named_as_such():
     assert "plain vLLM has answered none of them" in shown(REFUSED)
+
+
+def test_prompts_that_were_computed_twice_are_named():
+    read = msgspec.structs.replace(EQUAL, prefill="split", transferred_tokens=100)
+    text = shown(read, msgspec.structs.replace(read, case="a video", transferred_tokens=0))
+    assert "computed twice: chat, a video" in text
+    assert "computed twice: chat, one image" not in text
+    assert "1 prompts were computed by both workers" in text
+
+
+def test_prompts_that_were_not_split_are_named_as_such():
+    assert "no prompt was computed by the worker for that" in shown(msgspec.structs.replace(EQUAL, prefill="failed"))
