@@ -101,12 +101,10 @@ def labelled(series):
 
 def values(series, fault):
     """Half an hour without, and half an hour with the fault, in promtool's notation."""
-    begin, healthy = (GAUGES[series], 0) if series in GAUGES else (0, COUNTERS[series])
-    if fault == GONE:
-        then = GONE
-    else:
-        then = f"{fault}+0x{HALF}" if series in GAUGES else f"{healthy * HALF}+{fault}x{HALF}"
-    return f"{begin}+{healthy}x{HALF - 1} {then}"
+    is_gauge = series in GAUGES
+    begin, healthy = (GAUGES[series], 0) if is_gauge else (0, COUNTERS[series])
+    during = f"{fault}+0x{HALF}" if is_gauge else f"{healthy * HALF}+{fault}x{HALF}"
+    return f"{begin}+{healthy}x{HALF - 1} {GONE if fault == GONE else during}"
 
 
 def firing(minute, alerts):
