@@ -31,6 +31,7 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 PROGRAMS_FILLED := .venv/.programs
 DOCS_ENV := build/docs-env
+RELEASE_ENV := build/release-env
 # Clients of tests/clients: Python's in an environment of their own, and npm's.
 CLIENTS := .venv/clients
 CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lock.json
@@ -38,7 +39,7 @@ CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lo
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo docs site-builder test test-all nightly check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu images clean
+.PHONY: help venv demo docs site-builder test test-all nightly check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh release-check test-gpu images clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -123,6 +124,9 @@ test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (five min
 test-fresh:     ## `make demo` on empty Debian systems (root, mmdebstrap, the network; ten minutes): before a release
 	tests/fresh_machine.sh $(ARGS)
 
+release-check: $(RELEASE_ENV)/.filled ## build sdist and wheel, check and list them, install the wheel alone (ARGS=--final: before the tag)
+	$(RELEASE_ENV)/bin/python deploy/release $(ARGS)
+
 test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
@@ -197,11 +201,11 @@ $(TESTING): $(SERVING) requirements/tests.txt
 	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
 	@touch $@
 
-# Needs nothing of .venv, so that the site can be built without vLLM.
-$(DOCS_ENV)/.filled: requirements/docs.txt
-	@$(PYTHON) -m venv --clear $(DOCS_ENV)
-	@$(DOCS_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r $< > $(DOCS_ENV)/install.log 2>&1 \
-	  || { tail -20 $(DOCS_ENV)/install.log; exit 1; }
+# Need nothing of .venv, so that the site and a release can be built without vLLM.
+$(DOCS_ENV)/.filled $(RELEASE_ENV)/.filled: build/%-env/.filled: requirements/%.txt
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r $< > $(@D)/install.log 2>&1 \
+	  || { tail -20 $(@D)/install.log; exit 1; }
 	@touch $@
 
 # A lock names no pure wheel of what has platform wheels (requirements/platform_wheels.py).
@@ -217,7 +221,7 @@ lock:           ## write requirements/*.txt again, with the newest versions that
 	$(call serving,vllm,--extra vllm)
 	$(call serving,cpu,--extra cpu)
 	$(call serving,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)
-	for group in docs clients uv peers; do $(call compile,--group $$group -o requirements/$$group.txt); done
-	for name in vllm cpu tests docs clients uv peers; do \
+	for group in docs clients uv peers release; do $(call compile,--group $$group -o requirements/$$group.txt); done
+	for name in vllm cpu tests docs clients uv peers release; do \
 	  uv pip compile -q --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-deps --format pylock.toml requirements/$$name.txt \
 	    | $(PYTHON) requirements/platform_wheels.py requirements/$$name.txt; done

@@ -2,14 +2,15 @@
 # `make demo` as a plain user on Debian systems made from nothing: `make test-fresh`, before a release.
 #
 # For each release of Debian in ARGS: without python3-venv (make must name the package), then with it, with pip set up as on
-# this machine without its extra indexes, and with them and one more that has soundfile's pure wheel only. Indexes that are
+# this machine without its extra indexes, with them and one more that has soundfile's pure wheel only, and `bare`: as the first,
+# for a user whose home does not exist, with 2 GB of /tmp and, for the demo, a proxy that does not answer. Indexes that are
 # folders, certificates and proxies of this machine are used, its caches are not. Takes some minutes, 5 GB below TMPDIR, the
 # network, and root, for chroot. Output of the runs: build/fresh/. The clone is of HEAD.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 suites=${*:-bookworm trixie}
-indexes=${INDEXES:-default second}
+indexes=${INDEXES:-default second bare}
 skip() { echo "medialane: fresh machines are not tried: $1"; exit 0; }
 [ "$(id -u)" = 0 ] || skip "chroot needs root"
 command -v mmdebstrap > /dev/null || skip "no mmdebstrap here (apt-get install mmdebstrap)"
@@ -23,7 +24,8 @@ mkdir -p "$out"
 # pip.conf of a fresh machine, and beside it the paths of this one that it names: ROOT default|second EXTRA
 configure() { python3 deploy/images/pip_conf.py "$1/etc/pip.conf" "$2" "$3" > "$1/paths"; }
 
-# A command of a plain user of the machine in $1, in the clone; with its own processes, shared memory and devices.
+# A command of a plain user of the machine in $1, in the clone; with its own processes, shared memory and devices. With BARE=1
+# the user has no home, and 2 GB of /tmp.
 on_machine() {
   unshare --mount --pid --ipc --fork --kill-child -- bash -euc '
     root=$1; shift
@@ -35,13 +37,15 @@ on_machine() {
     ln -s /proc/self/fd "$root/dev/fd"
     mkdir "$root/dev/shm"
     mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+    home=/home/user
+    [ -z "${BARE:-}" ] || { home=/nonexistent; mount -t tmpfs -o mode=1777,size=2g tmp "$root/tmp"; }
     while read -r path; do
       if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$(dirname "$root$path")"; [ -e "$root$path" ] || touch "$root$path"; fi
       mount --bind -o ro "$path" "$root$path"
     done < "$root/paths"
     proxies=$(env | grep -iE "^(https?|all|no)_proxy=" || true)
-    exec chroot --userspec 1000:1000 --groups= "$root" env -i HOME=/home/user USER=user PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 $proxies \
-      timeout 1200 bash -c "cd ~/medialane && $*" < /dev/null
+    exec chroot --userspec 1000:1000 --groups= "$root" env -i HOME=$home USER=user PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 $proxies \
+      timeout 1200 bash -c "cd /home/user/medialane && $*" < /dev/null
   ' on_machine "$@"
 }
 
@@ -84,11 +88,16 @@ for suite in $suites; do
   rm -rf "$root"/var/lib/apt/lists/*
 
   for index in $indexes; do
-    configure "$root" "$index" "$work/pure/simple"
+    configure "$root" "${index/bare/default}" "$work/pure/simple"
     SECONDS=0
     log=$out/$suite-$index.log
     what="Debian $suite, $(chroot "$root" python3 -V), $index index"
-    if on_machine "$root" "make demo EXTRA=cpu && .venv/bin/python -c \"import soundfile\"" > "$log" 2>&1; then verdict "$what" "make demo passed" "$log"
+    demo="make demo EXTRA=cpu"
+    [ "$index" != bare ] || {
+      what="${what%, bare index}: no home, 2 GB of /tmp, a dead proxy"
+      demo="make venv EXTRA=cpu && export {http,https,HTTP,HTTPS}_{proxy,PROXY}=http://127.0.0.1:9 && $demo"
+    }
+    if BARE=$([ "$index" != bare ] || echo 1) on_machine "$root" "$demo && .venv/bin/python -c \"import soundfile\"" > "$log" 2>&1; then verdict "$what" "make demo passed" "$log"
     elif grep -q "No matching distribution found for torch==" "$log"; then verdict "$what" "not tried: no index here has torch for this Python, and make says so" "$log"
     else verdict "$what" "failed: see $log" "$log"; fi
     on_machine "$root" "[ ! -e .venv/bin/medialane ] || .venv/bin/medialane doctor" >> "$log" 2>&1 || true

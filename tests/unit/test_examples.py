@@ -7,6 +7,7 @@ import ast
 import importlib
 import re
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,6 +95,15 @@ PROGRAMS = {
     "ray": "not run, as it starts daemons: tests/e2e/test_e2e_ray.py has a cluster of its own",
     "systemctl useradd install runuser chgrp": "not run, as they change the machine: deploy/try boots one",
     "rsync": "not run, needs other hosts",
+}
+#: Our commands on pages: None for those that a test runs as they are, otherwise why not.
+MEDIALANE = {
+    "--version": None,
+    "certs": None,
+    "doctor": "half a minute: make release-check, tests of the command",
+    **dict.fromkeys(("bench", "check", "compare", "demo"), "minutes: their own tests, make demo, make bench"),
+    **dict.fromkeys(("gateway", "render", "serve", "store", "worker"), "servers with a model: tests/e2e, deploy/try"),
+    **dict.fromkeys(("status", "workers"), "ask servers: tests/e2e"),
 }
 _KNOWN = {name for names in PROGRAMS for name in names.split()}
 #: Commands that are not there are recorded: all of them, since there is no PATH. One write each, for both sides of a
@@ -223,6 +233,24 @@ def test_guide_for_one_host_makes_the_files_of_its_settings(tmp_path):
     assert tenant.concurrency == 200
     for name in ("keys", "admin-key"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+
+
+def test_commands_that_need_no_model_and_no_server_do_what_they_say(tmp_path):
+    run = set()
+    for number, page in enumerate(ALL_PAGES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for _, command, *words in (
+            each for each in commands(page, folder) if each[0].rpartition("/")[2] == "medialane"
+        ):
+            assert command in MEDIALANE
+            if MEDIALANE[command] is None:
+                run.add(command)
+                again = ["--force"] if command == "certs" else []  # a page may say it twice
+                argv = [sys.executable, "-c", "from medialane.cli.main import main; main()", command, *words, *again]
+                done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=19)
+                assert done.returncode == 0, done.stderr
+    assert run == {command for command, why in MEDIALANE.items() if why is None}
 
 
 def test_commands_for_ray_are_ours(tmp_path):

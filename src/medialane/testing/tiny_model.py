@@ -116,10 +116,14 @@ _PREPROCESSOR = {
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return medialane's cache folder of this user, according to the XDG base directory specification."""
-    base = environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path(environ.get("HOME") or tempfile.gettempdir()) / ".cache"
-    return root / "medialane"
+    """Return medialane's cache folder of this user, according to the XDG base directory specification; below TMPDIR
+    for a user without a home, such as `nobody`."""
+    base, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
+    if base.startswith("/"):
+        return Path(base) / "medialane"
+    if home and os.access(home, os.W_OK):
+        return Path(home) / ".cache" / "medialane"
+    return Path(tempfile.gettempdir()) / f"medialane-cache-{os.getuid()}"
 
 
 def build_tiny_model(cache: Path) -> Path:

@@ -1,3 +1,5 @@
+import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -48,16 +50,17 @@ def test_concurrent_builders_share_one_complete_folder(tmp_path):
     assert list(tmp_path.iterdir()) == [found[0]]
 
 
-@pytest.mark.parametrize(
-    ("environ", "folder"),
-    [
-        ({"XDG_CACHE_HOME": "/cache", "HOME": "/home/me"}, "/cache/medialane"),
-        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/me"}, "/home/me/.cache/medialane"),
-        ({"HOME": "/home/me"}, "/home/me/.cache/medialane"),
-    ],
-)
-def test_cache_folder_follows_the_xdg_specification(environ, folder):
-    assert cache_folder(environ) == Path(folder)
+def test_cache_folder_follows_the_xdg_specification(tmp_path):
+    home = str(tmp_path)
+    assert cache_folder({"XDG_CACHE_HOME": "/cache", "HOME": home}) == Path("/cache/medialane")
+    assert cache_folder({"XDG_CACHE_HOME": "relative", "HOME": home}) == tmp_path / ".cache" / "medialane"
+    assert cache_folder({"HOME": home}) == tmp_path / ".cache" / "medialane"
+
+
+@pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "/nonexistent"}])
+def test_user_without_a_home_has_a_cache_folder_of_its_own(environ, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache_folder(environ) == tmp_path / f"medialane-cache-{os.getuid()}"
 
 
 @pytest.mark.timeout(120)

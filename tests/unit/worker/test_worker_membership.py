@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from random import Random
 
 import pytest
 
@@ -242,6 +243,57 @@ async def test_failing_gateway_causes_no_flood_of_lookups(net):
     await eventually(lambda: len(net.attempts) > 10)
     await iterations(10)
     assert net.num_lookups == 1
+
+
+class EndpointSlices:
+    """The headless Service of gateways, as the DNS of a cluster answers for it: all endpoints of its slices, each of up
+    to 100, also those that are not ready (publishNotReadyAddresses)."""
+
+    def __init__(self, num_endpoints):
+        self._number = 0
+        self.slices = []
+        self.add(num_endpoints)
+
+    def add(self, num_endpoints):
+        for _ in range(num_endpoints):
+            if not self.slices or len(self.slices[-1]["endpoints"]) == 100:
+                self.slices.append({"addressType": "IPv4", "endpoints": []})
+            self._number += 1
+            address = f"10.1.{self._number // 250}.{self._number % 250 + 1}"
+            self.slices[-1]["endpoints"].append({"addresses": [address], "conditions": {"ready": False}})
+
+    def remove(self, num_endpoints, random):
+        """Random ones, wherever their slices are; an empty slice is deleted. Return their addresses."""
+        removed = random.sample([each for found in self.slices for each in found["endpoints"]], num_endpoints)
+        for found in self.slices:
+            found["endpoints"] = [each for each in found["endpoints"] if each not in removed]
+        self.slices = [found for found in self.slices if found["endpoints"]]
+        return [address for each in removed for address in each["addresses"]]
+
+    def addresses(self):
+        return [address for found in self.slices for each in found["endpoints"] for address in each["addresses"]]
+
+
+async def test_worker_follows_200_endpoints_that_come_and_go(net):
+    random = Random(43)
+    service = EndpointSlices(200)
+    net.addresses[NAME.host] = service.addresses()
+    net.start()
+    await eventually(lambda: set(net.open) == addresses(*service.addresses()))
+    for _ in range(10):
+        gone = service.remove(50, random)
+        service.add(50)
+        net.addresses[NAME.host] = service.addresses()
+        net.down |= addresses(*gone)
+        for address in addresses(*gone):  # a pod's connections may end before its endpoint is gone from the DNS
+            net.drop(address)
+        await eventually(lambda: set(net.open) == addresses(*service.addresses()))
+    looked_up = net.num_lookups
+    await eventually(lambda: net.num_lookups > looked_up + 2)
+    tried, looked_up = len(net.attempts), net.num_lookups
+    await eventually(lambda: net.num_lookups > looked_up + 5)
+    assert len(net.attempts) == tried, "addresses that are gone are not tried"
+    assert {net.attempts.count(address) for address in net.open} == {1}, "gateways that stay are not joined again"
 
 
 async def test_addresses_are_resolved_without_duplicates():
