@@ -22,7 +22,7 @@ BUDGETS = {
     "transfer": (2400, 11),
     "store": (4100, 13),
     "routing": (2100, 9),
-    "gateway": (15650, 56),
+    "gateway": (15700, 55),
     "worker": (2700, 11),
     "vllm_bridge": (13530, 60),
     "cluster": (3650, 13),
