@@ -108,9 +108,9 @@ def values(series, fault):
 
 
 def firing(minute, alerts):
-    expr = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    expr = 'group by (alertname) (ALERTS{alertstate="firing"})'
     samples = [{"labels": f'{{alertname="Medialane{name}"}}', "value": 1} for name in sorted(alerts)]
-    return {"expr": f"sign({expr})", "eval_time": f"{minute}m", "exp_samples": samples}
+    return {"expr": expr, "eval_time": f"{minute}m", "exp_samples": samples}
 
 
 def trial(name, fault, alerts):
