@@ -56,6 +56,46 @@ def discovered(path):
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
 
 
+def fields(message):
+    """Numbers and values of a protobuf message that has only integers and bytes."""
+
+    def varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    at = 0
+    while at < len(message):
+        tag = varint()
+        value = varint()
+        if tag & 7 == 2:
+            at, value = at + value, message[at : at + value]
+        yield tag >> 3, value
+
+
+def secret_of_helm(body):
+    """Where Helm keeps a release: the only object that it sends as protobuf (core/v1 of Kubernetes)."""
+    found = {"metadata": {"labels": {}}, "data": {}}
+    for number, value in fields(dict(fields(body.removeprefix(b"k8s\0")))[2]):
+        if number == 1:
+            for name, part in fields(value):
+                if name == 1:
+                    found["metadata"]["name"] = part.decode()
+                if name == 11:
+                    label = dict(fields(part))
+                    found["metadata"]["labels"][label[1].decode()] = label[2].decode()
+        if number == 2:
+            entry = dict(fields(value))
+            found["data"][entry[1].decode()] = base64.b64encode(entry[2]).decode()
+        if number == 3:
+            found["type"] = value.decode()
+    return found
+
+
 class Cluster:
     """Objects by kind and name. `apply` is a server-side apply of all fields."""
 
@@ -104,7 +144,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do(self):
         path, _, query = self.path.partition("?")
-        body = yaml.safe_load(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = secret_of_helm(body) if body.startswith(b"k8s\0") else yaml.safe_load(body)
         place = re.fullmatch(rf"/apis?/(.+)/namespaces/{NAMESPACE}/(\w+)(?:/([\w.-]+))?", path)
         if place is None:
             found = discovered(path)

@@ -49,7 +49,8 @@ def test_hook_wheel_contains_the_hook(tmp_path):
 
 
 def test_medialane_wheel_is_configured_to_contain_only_the_package():
-    assert settings(ROOT)["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/medialane"]}
+    wheel = settings(ROOT)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert (wheel.keys(), wheel["packages"]) == ({"core-metadata-version", "packages"}, ["src/medialane"])
     assert not list((ROOT / "src").rglob("*.pth"))
 
 
