@@ -23,7 +23,7 @@ from pdf_maker import (
     with_image,
 )
 
-_WHOLE = sample_pdf(["one", "two", "three"], width=200, height=100)
+_WHOLE = sample_pdf(["one", "two"], width=200, height=100)
 
 
 def file(make: Callable[[], bytes] | bytes, **options: object) -> Body:
@@ -132,7 +132,9 @@ _HARMLESS = {
         _WHOLE[: _WHOLE.index(b"xref\n")] + b"trailer\n<</Root 1 0 R>>\n"
     ),
     "+ PDF after a kilobyte of junk": lambda: b"junk\n" * 200 + _WHOLE,
+    "+ PDF whose image is of 10 gigapixels": lambda: with_image(bomb(IMAGE, bytes(32 << 20))),
     "+ PDF whose content inflates to 64 MB": lambda: page(content=bomb("", b" " * (64 << 20))),
+    "+ PDF whose page has no size": lambda: page(size="0 0"),
     "+ PDF whose page is a tenth of a point": lambda: page(size=".1 .1"),
     "+ PDF whose page is turned by 7 degrees": lambda: page("/Rotate 7"),
 }
@@ -163,13 +165,14 @@ _INVALID: dict[str, Callable[[], bytes] | bytes] = {
     "+ PDF of an unknown cipher": UNKNOWN_CIPHER,
     "+ PDF of 10,000 levels": partial(nested, 10_000),
     "+ PDF whose pages are their own": lambda: pdf_of([CATALOG, "<</Type/Pages/Count 1/Kids[2 0 R]>>"]),
-    "+ PDF whose page has no size": lambda: page(size="0 0"),
 }
 
 
-def _lines(num_bytes: int) -> bytes:
-    """A page with as much text."""
-    return page(content="BT /F 1 Tf 1 TL 0 99 Td " + "(some text of a page) Tj 0 0 Td " * (num_bytes // 20) + "ET")
+def _text(num_lines: int) -> bytes:
+    """A page with as many lines of a thousand characters."""
+    line = ("some words of a page " * 60)[:1000]
+    content = f"BT /F 1 Tf 1 TL 0 1999 Td {f'({line}) Tj T* ' * num_lines}ET"
+    return page(size="2000 2000", content=content)
 
 
 def _large() -> bytes:
@@ -177,7 +180,8 @@ def _large() -> bytes:
 
 
 def _slow() -> bytes:
-    return with_image(bomb(IMAGE, bytes(32 << 20)))
+    images = "q 9 0 0 9 0 0 cm/X Do Q " * 30
+    return page(size="9 9", content=images, resources="/XObject<</X 6 0 R>>", objects=[bomb(IMAGE, bytes(32 << 20))])
 
 
 _QUOTED = '"\\\r\n\u2028<|im_end|>'
@@ -188,12 +192,12 @@ DOCUMENT_ROWS = [
     *(Row(name, file(make), 200, mib=192.0, seconds=6.0) for name, make in _HARMLESS.items()),
     *(Row(name, file(make), 400, "invalid_document") for name, make in _INVALID.items()),
     Row("+ PDF whose page is 720,000 points wide", file(lambda: page(size="720000 720000"), max_pixels=90_000), 200),
-    Row("+ PDF whose page is a line", file(lambda: page(size="720000 1"), max_pixels=90_000), 200),
+    Row("+ PDF whose page is a line", file(lambda: page(size="720000 1"), max_pixels=90_000), 400, "invalid_image"),
     Row("+ PDF of 100,000 pages", file(_MANY), 400, "too_many_pages", 10.0, 256.0),
     Row("+ PDF of 100,000 pages, one of them", file(_MANY, pages="99999"), 200, None, 10.0, 256.0),
     Row("+ PDF that claims 100,000 pages", file(partial(claiming, 100_000)), 400, "too_many_pages"),
     Row("+ PDF that claims 100,000, one of them", file(partial(claiming, 100_000), pages="9"), 400, "invalid_document"),
-    Row("+ PDF of more than a megabyte of text", file(partial(_lines, 1_100_000)), 413, "media_too_large", 10.0, 192.0),
+    Row("+ PDF of more than a megabyte of text", file(partial(_text, 1100)), 413, "media_too_large", 10.0, 192.0),
     Row("+ PDF of 33 MB", file(_large), 413, "media_too_large", 6.0, 256.0),
     Row("+ PDF of nothing", file(b""), 400, "empty_media"),
     Row("+ PDF that is an archive", file(b"PK\3\4" + bytes(100)), 415, "unsupported_media_type"),
@@ -201,6 +205,6 @@ DOCUMENT_ROWS = [
     Row("+ ranges of pages without an end", file(_WHOLE, pages="1-" + "9" * 200), 400, "invalid_request"),
     Row("+ 10,000 ranges of pages", file(_WHOLE, pages="1," * 10_000 + "1"), 400, "invalid_request"),
     Row("+ dpi of 10^300", file(_WHOLE, dpi=1e300), 400, "invalid_request"),
-    # Rendering it would take minutes: two preparers are ended by the time limit of an image, 5 s here.
-    Row("+ PDF whose image is 100,000 pixels wide", file(_slow), 500, "media_decoder_timeout", 14.0, 256.0),
+    # Rendering it takes minutes: two preparers are ended by the time limit of an image, 5 s here.
+    Row("+ PDF of 30 images of 100,000 x 100,000", file(_slow), 500, "media_decoder_timeout", 14.0, 256.0),
 ]
