@@ -3,13 +3,16 @@ request has not computed, as its front end gets them."""
 
 import inspect
 import re
-import subprocess
 import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import msgspec
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import metadata, pull_scheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
@@ -18,8 +21,8 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from medialane.vllm_bridge.engine.kv_transfer import NixlParams
 from medialane.vllm_bridge.seams.engine import watch_transfers
-
-HAS_NIXL = find_spec("nixl") is not None
+from medialane.vllm_bridge.seams.engine_core import correct_transfers
+from medialane.vllm_bridge.seams.kv_transfer import yield_cores
 
 
 def test_all_fields_that_the_connector_indexes_are_checked():
@@ -78,49 +81,42 @@ def test_states_of_requests_have_the_id_by_which_they_were_made():
     assert "request_states" in inspect.getsource(OutputProcessor.__init__)
 
 
-CORRECT = """
-import sys
-from types import SimpleNamespace
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import PrefillStats
-Scheduler._update_waiting_for_remote_kv = lambda self, request: self.failed_recving_kv_req_ids.discard("r")
-from medialane.vllm_bridge.seams.engine_core import correct_transfers
-correct_transfers()
-stats = PrefillStats()
-stats.set(num_prompt_tokens=400, num_local_cached_tokens=128, num_external_cached_tokens=271)
-request = SimpleNamespace(request_id="r", num_computed_tokens=256, prefill_stats=stats)
-scheduler = SimpleNamespace(failed_recving_kv_req_ids={"r"})
-for _ in range(2):
-    Scheduler._update_waiting_for_remote_kv(scheduler, request)
-    print(stats.num_local_cached_tokens, stats.num_external_cached_tokens, stats.num_computed_tokens)
-    request.num_computed_tokens = 399
-"""
-
-
-def test_tokens_that_could_not_be_read_do_not_count_as_transferred():
+def test_tokens_that_could_not_be_read_do_not_count_as_transferred(monkeypatch):
     """A failure leaves the tokens of the blocks before; later ones are computed."""
-    assert run_program(CORRECT) == ["128 128 144", "128 128 144"]
-
-
-NO_NIXL = """
-import sys
-from types import SimpleNamespace
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-KVConnectorFactory.create_connector = lambda config, role, cache: (role, cache)
-from medialane.vllm_bridge.seams.kv_transfer import yield_cores
-yield_cores()
-for connector in (None, SimpleNamespace(has_connector=lambda _: False), SimpleNamespace(has_connector=lambda _: True)):
-    made = KVConnectorFactory.create_connector(SimpleNamespace(kv_transfer_config=connector), "role", "cache")
-    print(*made, "nixl" in sys.modules)
-"""
+    monkeypatch.setattr(Scheduler, "_update_waiting_for_remote_kv", Scheduler._update_waiting_for_remote_kv)
+    correct_transfers()
+    scheduler = SimpleNamespace(
+        connector="NIXL's",
+        failed_recving_kv_req_ids={"failed"},
+        finished_recving_kv_req_ids={"failed", "read"},
+        kv_cache_manager=SimpleNamespace(cache_blocks=lambda _request, _num_tokens: None),
+        needs_kv_cache_zeroing=False,
+        _mark_prefix_replay=lambda _request, _num_tokens, *, window_loaded: 0,
+        _load_restores_replay_window=lambda _request: False,
+    )
+    found = {}
+    for name, num_valid in (("failed", 256), ("read", 400)):
+        stats = PrefillStats()
+        stats.set(num_prompt_tokens=400, num_local_cached_tokens=128, num_external_cached_tokens=272)
+        request = SimpleNamespace(request_id=name, num_computed_tokens=num_valid, num_tokens=400, prefill_stats=stats)
+        Scheduler._update_waiting_for_remote_kv(scheduler, request)
+        found[name] = (stats.num_local_cached_tokens, stats.num_external_cached_tokens, stats.num_computed_tokens)
+    assert found == {"failed": (128, 128, 144), "read": (128, 272, 0)}
+    assert not scheduler.finished_recving_kv_req_ids
 
 
 def test_only_engines_with_the_connector_import_nixl(monkeypatch):
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
-    assert run_program(NO_NIXL) == ["role cache False", "role cache False", f"role cache {HAS_NIXL}"]
-
-
-def run_program(source):
-    """Return its lines."""
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    monkeypatch.setenv("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", KVConnectorFactory.create_connector)
+    monkeypatch.setattr(NixlBaseConnectorWorker, "__init__", NixlBaseConnectorWorker.__init__)
+    bindings = SimpleNamespace(nixlAgentConfig=type("nixlAgentConfig", (), {}))
+    yield_cores()
+    for connector, is_imported in (("ExampleConnector", False), ("NixlConnector", True)):
+        monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_bindings=bindings) if is_imported else None)
+        transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_module_path="")
+        with pytest.raises(ValueError, match="kv_connector_module_path"):
+            KVConnectorFactory.create_connector(SimpleNamespace(kv_transfer_config=transfer), "role", "cache")
+        config = bindings.nixlAgentConfig()
+        config.pthrDelay = 0
+        assert config.pthrDelay == (1000 if is_imported else 0), "microseconds"

@@ -290,13 +290,18 @@ async def test_client_that_leaves_leaves_no_blocks_behind(host, where):
 
 @pytest.mark.parametrize("has_media", [False, True], ids=["text", "media"])
 async def test_client_that_leaves_at_any_moment_leaves_no_blocks_behind(host, has_media):
-    """After each number of steps of the event loop that gateway and workers share here."""
+    """After each number of steps of the event loop that gateway and workers share here; with media, since its prompt is
+    being computed."""
     await host.start()
     num_steps, is_whole = 0, False
     while not is_whole:
-        seed = num_steps if has_media else None
-        asked = host.text([*TEXT, num_steps]) if seed is None else host.answer(png(seed=seed))
+        asked = host.answer(png(seed=num_steps)) if has_media else host.text([*TEXT, num_steps])
+        if has_media:
+            host.p.stall()
         running = asyncio.create_task(asked)
+        if has_media:
+            await eventually(lambda: host.p.num_reading)
+            host.p.resume()
         for _ in range(num_steps):
             await asyncio.sleep(0)
         is_whole = running.done()
