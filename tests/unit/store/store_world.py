@@ -61,16 +61,13 @@ class PatternItems:
                 await self.closed.wait()
             raise
 
-    def reserve(self, num_bytes: int, *, writer: int):
-        return self._arena.reserve(num_bytes, writer=writer)
-
-    def publish(self, reservation, ref: MediaRef, content: str) -> Pin[Feature]:
+    def publish(self, reservation, _source=None, *, content: str, **_fields: object) -> Pin[Feature]:
         return self._arena.publish(reservation, content, feature(content, reservation.range))
 
     def _make(self, content: str) -> Pin[Feature]:
         reservation = self._arena.reserve(ITEM_BYTES)
         reservation.buffer[:] = pattern(content) * ITEM_BYTES
-        return self.publish(reservation, None, content)
+        return self.publish(reservation, content=content)
 
 
 def serve_patterns(
