@@ -716,7 +716,7 @@ GROUPS: tuple[Group, ...] = (
                 Scheduler._handle_blocked_waiting_request
             read :Scheduler with failed_recving_kv_req_ids
             read vllm.v1.request:Request with num_computed_tokens, prefill_stats
-            call vllm.v1.metrics.stats:PrefillStats.set(num_prompt_tokens, num_local_cached_tokens,
+            call vllm.v1.metrics.stats:PrefillStats.set(self, num_prompt_tokens, num_local_cached_tokens,
                 num_external_cached_tokens)
         """),
     ),
