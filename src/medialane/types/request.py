@@ -276,7 +276,7 @@ class EncoderCard(msgspec.Struct, frozen=True):
 WorkerRole = Literal["worker", "prefill", "decode", "encoder"]
 #: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
 EncodeCache = Literal["auto", "on", "off"]
-ENCODER: Final = "encoder"
+ENCODER: Final[WorkerRole] = "encoder"
 PREFILL: Final = "prefill"
 
 #: The environment variable with the port by which other engines find KV blocks of one with NIXL (and the next ones, by

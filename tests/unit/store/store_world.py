@@ -10,13 +10,13 @@ from functools import cached_property
 import pytest
 
 from cable import Cable
-from medialane.arena import Arena, ArenaConfig, FillWriter, Lineage, Pin, layout
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, FillWriter, Lineage, Pin, layout
 from medialane.store import FindItem, ItemFound, PinnedItem, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.transfer import Pulls
 from medialane.types.errors import ArenaFull
 from medialane.types.feature import Feature, FoundEmbedding, WantedEmbedding
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import EncodedMedia, MediaRef, MediaSize
 from medialane.types.stats import PoolStats, StoreStats
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
@@ -51,8 +51,8 @@ class PatternItems:
         if self.error is not None:
             raise self.error
         if source.upload is not None:
-            pin = await source.upload(self)
-            return PinnedItem(ref.content, pin, is_hit=False)
+            sent = await source.upload(self)
+            return PinnedItem(ref.content, self._processed(ref.content, sent), is_hit=False)
         pin = self._arena.lookup(ref.content)
         try:
             return PinnedItem(ref.content, pin or self._make(ref.content), is_hit=pin is not None)
@@ -61,13 +61,23 @@ class PatternItems:
                 await self.closed.wait()
             raise
 
-    def publish(self, reservation, _source=None, *, content: str, **_fields: object) -> Pin[Feature]:
-        return self._arena.publish(reservation, content, feature(content, reservation.range))
+    def publish(self, reservation, _source, *, content: str, media_type: str, **_fields: object) -> Pin[EncodedMedia]:
+        media = EncodedMedia("image", content, media_type, reservation.range, ENTRY_HEADER_BYTES, ITEM_BYTES)
+        return self._arena.publish(reservation, f"encoded {content}", media)
+
+    def _processed(self, content: str, sent: Pin[EncodedMedia]) -> Pin[Feature]:
+        """The bytes that a client has written, as an item."""
+        try:
+            reservation = self._arena.reserve(ITEM_BYTES)
+            reservation.buffer[:] = self._arena.view.entry(sent.value.range)[ENTRY_HEADER_BYTES:][:ITEM_BYTES]
+            return self._arena.publish(reservation, content, feature(content, reservation.range))
+        finally:
+            sent.release()
 
     def _make(self, content: str) -> Pin[Feature]:
         reservation = self._arena.reserve(ITEM_BYTES)
         reservation.buffer[:] = pattern(content) * ITEM_BYTES
-        return self.publish(reservation, content=content)
+        return self._arena.publish(reservation, content, feature(content, reservation.range))
 
 
 def serve_patterns(
