@@ -137,7 +137,7 @@ def _failed(message: str) -> int:
 
 def _remedy(package: str) -> str:
     """Not a command for pip: it would look up our name on an index, where it is not ours."""
-    if package in ("vllm", "torch", "transformers"):
+    if package in ("vllm", "torch", "transformers", "openai"):
         return "install medialane with the extra vllm (GPU) or cpu (see README.md)"
     if package in ("ray", "nixl"):
         return f"install medialane with the extra {package}"
