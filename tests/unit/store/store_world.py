@@ -62,14 +62,17 @@ class PatternItems:
             raise
 
     def publish(self, reservation, _source, *, content: str, media_type: str, **_fields: object) -> Pin[EncodedMedia]:
-        media = EncodedMedia("image", content, media_type, reservation.range, ENTRY_HEADER_BYTES, ITEM_BYTES)
+        media = EncodedMedia(
+            "image", content, media_type, reservation.range, ENTRY_HEADER_BYTES, len(reservation.buffer)
+        )
         return self._arena.publish(reservation, f"encoded {content}", media)
 
     def _processed(self, content: str, sent: Pin[EncodedMedia]) -> Pin[Feature]:
         """The bytes that a client has written, as an item."""
         try:
-            reservation = self._arena.reserve(ITEM_BYTES)
-            reservation.buffer[:] = self._arena.view.entry(sent.value.range)[ENTRY_HEADER_BYTES:][:ITEM_BYTES]
+            written = self._arena.view.entry(sent.value.range)[ENTRY_HEADER_BYTES:]
+            reservation = self._arena.reserve(len(written))
+            reservation.buffer[:] = written
             return self._arena.publish(reservation, content, feature(content, reservation.range))
         finally:
             sent.release()
