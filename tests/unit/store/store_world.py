@@ -10,13 +10,13 @@ from functools import cached_property
 import pytest
 
 from cable import Cable
-from medialane.arena import Arena, ArenaConfig, FillWriter, Lineage, Pin, layout
+from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, FillWriter, Lineage, Pin, layout
 from medialane.store import FindItem, ItemFound, PinnedItem, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.transfer import Pulls
 from medialane.types.errors import ArenaFull
 from medialane.types.feature import Feature, FoundEmbedding, WantedEmbedding
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.media import EncodedMedia, MediaRef, MediaSize
 from medialane.types.stats import PoolStats, StoreStats
 from medialane.types.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.wire import RpcConfig
@@ -62,7 +62,11 @@ class PatternItems:
             raise
 
     def publish(self, reservation, _source=None, *, content: str, **_fields: object) -> Pin[Feature]:
-        return self._arena.publish(reservation, content, feature(content, reservation.range))
+        range_ = reservation.range
+        if reservation.kind == "encoded":  # what a client has sent
+            encoded = EncodedMedia("image", content, "image/png", range_, ENTRY_HEADER_BYTES, ITEM_BYTES)
+            return self._arena.publish(reservation, content, encoded)
+        return self._arena.publish(reservation, content, feature(content, range_))
 
     def _make(self, content: str) -> Pin[Feature]:
         reservation = self._arena.reserve(ITEM_BYTES)
