@@ -61,12 +61,21 @@ class PatternItems:
                 await self.closed.wait()
             raise
 
-    def publish(self, reservation, _source=None, *, content: str, **_fields: object) -> Pin[Feature]:
-        range_ = reservation.range
-        if reservation.kind == "encoded":  # what a client has sent
-            encoded = EncodedMedia("image", content, "image/png", range_, ENTRY_HEADER_BYTES, ITEM_BYTES)
-            return self._arena.publish(reservation, content, encoded)
-        return self._arena.publish(reservation, content, feature(content, range_))
+    def publish(self, reservation, _source, *, content: str, media_type: str, **_fields: object) -> Pin[EncodedMedia]:
+        media = EncodedMedia(
+            "image", content, media_type, reservation.range, ENTRY_HEADER_BYTES, len(reservation.buffer)
+        )
+        return self._arena.publish(reservation, f"encoded {content}", media)
+
+    def _processed(self, content: str, sent: Pin[EncodedMedia]) -> Pin[Feature]:
+        """The bytes that a client has written, as an item."""
+        try:
+            written = self._arena.view.entry(sent.value.range)[ENTRY_HEADER_BYTES:]
+            reservation = self._arena.reserve(len(written))
+            reservation.buffer[:] = written
+            return self._arena.publish(reservation, content, feature(content, reservation.range))
+        finally:
+            sent.release()
 
     def _make(self, content: str) -> Pin[Feature]:
         reservation = self._arena.reserve(ITEM_BYTES)
