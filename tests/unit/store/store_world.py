@@ -51,8 +51,9 @@ class PatternItems:
         if self.error is not None:
             raise self.error
         if source.upload is not None:
-            pin = await source.upload(self)
-            return PinnedItem(ref.content, pin, is_hit=False)
+            with await source.upload(self) as sent:
+                made = self._make(ref.content, self._arena.view.entry(sent.range)[ENTRY_HEADER_BYTES:])
+            return PinnedItem(ref.content, made, is_hit=False)
         pin = self._arena.lookup(ref.content)
         try:
             return PinnedItem(ref.content, pin or self._make(ref.content), is_hit=pin is not None)
@@ -61,17 +62,15 @@ class PatternItems:
                 await self.closed.wait()
             raise
 
-    def publish(self, reservation, _source=None, *, content: str, **_fields: object) -> Pin[Feature]:
-        range_ = reservation.range
-        if reservation.kind == "encoded":  # what a client has sent
-            encoded = EncodedMedia("image", content, "image/png", range_, ENTRY_HEADER_BYTES, ITEM_BYTES)
-            return self._arena.publish(reservation, content, encoded)
-        return self._arena.publish(reservation, content, feature(content, range_))
+    def publish(self, reservation, _source, *, content: str, **_fields: object) -> Pin[EncodedMedia]:
+        """Keep what a client has sent."""
+        encoded = EncodedMedia("image", content, "image/png", reservation.range, ENTRY_HEADER_BYTES, ITEM_BYTES)
+        return self._arena.publish(reservation, content, encoded)
 
-    def _make(self, content: str) -> Pin[Feature]:
+    def _make(self, content: str, data: bytes | memoryview = b"") -> Pin[Feature]:
         reservation = self._arena.reserve(ITEM_BYTES)
-        reservation.buffer[:] = pattern(content) * ITEM_BYTES
-        return self.publish(reservation, content=content)
+        reservation.buffer[:] = data or pattern(content) * ITEM_BYTES
+        return self._arena.publish(reservation, content, feature(content, reservation.range))
 
 
 def serve_patterns(
