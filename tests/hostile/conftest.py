@@ -79,7 +79,7 @@ def gateway(hosts: MediaHosts, folder: Path) -> Iterator[GatewayProcess]:
             allowed_local_media_path=str(folder / "allowed"),
             image_fetch_timeout_s=2.5,
         ),
-        prepare=PrepareConfig(num_preparers=1, image_timeout_s=5.0, document_timeout_s=5.0),
+        prepare=PrepareConfig(num_preparers=1, image_timeout_s=5.0),
         arena=ArenaConfig(size_bytes=256 << 20),
     )
     family = FAMILIES["qwen2_5_omni"]  # it takes all there is

@@ -191,7 +191,7 @@ DOCUMENT_ROWS = [
     Row("+ PDF of 100,000 pages, one of them", file(_MANY, pages="99999"), 200, None, 10.0, 256.0),
     Row("+ PDF that claims 100,000 pages", file(partial(claiming, 100_000)), 400, "too_many_pages"),
     Row("+ PDF that claims 100,000, one of them", file(partial(claiming, 100_000), pages="9"), 400, "invalid_document"),
-    Row("+ PDF of more than a megabyte of text", file(partial(_text, 1100)), 413, "media_too_large", 10.0, 192.0),
+    Row("+ PDF of more than a megabyte of text", file(partial(_text, 1100)), 413, "media_too_large", 10.0, 640.0),
     Row("+ PDF of 33 MB", file(_large), 413, "media_too_large", 6.0, 256.0),
     Row("+ PDF of nothing", file(b""), 400, "empty_media"),
     Row("+ PDF that is an archive", file(b"PK\3\4" + bytes(100)), 415, "unsupported_media_type"),
