@@ -225,8 +225,9 @@ class RoutedRequest:
         prefix = state.pending.add(slot.number, block_ids)
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = state.caches.pin(slot.number, items)
-        state.slots.queue(slot, terms.work_ms)
-        return _Occupied(terms.work_ms, predicted, prefix, items, pinned)
+        work_ms = 0.0 if request.is_transferred else terms.work_ms  # the engine reads its blocks beside its steps
+        state.slots.queue(slot, work_ms)
+        return _Occupied(work_ms, predicted, prefix, items, pinned)
 
     def _unqueue(self, occupied: _Occupied, *, computed: bool) -> None:
         occupied.is_queued, occupied.is_computed = False, computed

@@ -219,8 +219,7 @@ class Router:
         if self.config.prefill_at == "auto":
             at, own = self._slots[chosen.slot], costs.terms(whole, slot, choice.tokens)
             theirs = costs.terms(scoring_input, at, chosen.tokens)
-            waits = (slot.num_running, theirs, at.parts[0])
-            if not costs.prefers_split(own, *waits, num_transferred=num_transferred):
+            if not costs.prefers_split(own, slot, theirs, at, num_transferred=num_transferred):
                 return None, "cheaper"
         return self._routed(scoring_input, chosen), ""
 

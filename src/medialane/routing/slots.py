@@ -248,7 +248,8 @@ class SlotTable:
         slot.num_announced += announced
         slot.num_queued += 1
         slot.queued_ms += work_ms
-        self._request_ms += _NEWEST * (work_ms - self._request_ms)
+        if work_ms:
+            self._request_ms += _NEWEST * (work_ms - self._request_ms)
         self.update(slot)
 
     def unqueue(self, slot: Slot, work_ms: float) -> None:

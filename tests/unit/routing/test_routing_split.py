@@ -143,6 +143,26 @@ def test_idle_worker_computes_a_prompt_that_would_delay_nobody(make):
     assert workers.split() == ("d0", None, "cheaper")
 
 
+def test_queue_of_workers_that_prefill_is_no_reason_for_its_growth(make):
+    """What waits there is in flight at the worker that generates, but has no tokens to be delayed."""
+    workers = make("p0", "d0", prefill_at="auto")
+    workers.load("d0", WorkerLoad(num_running=4))
+    splits = []
+    for number in range(40):
+        splits.append(workers.router.pick_split(request(seed=5000 * number)))
+        for routed in (splits[-1].prefill, splits[-1].routed):
+            if routed is not None:
+                routed.begin()
+    assert 18 <= sum(split.prefill is not None for split in splits) <= 24
+
+
+def test_prompt_whose_blocks_are_read_is_no_work_for_others_to_wait_for(make):
+    workers = make("p0", "d0")
+    workers.router.pick_split(request()).routed.begin()
+    workers.split(request(seed=5000))
+    assert workers.decisions[0].parts.queue == 0
+
+
 def test_operator_may_have_all_prompts_computed_where_they_are_continued(make):
     workers = make("p0", "d0", prefill_at="decode")
     workers.load("d0")
