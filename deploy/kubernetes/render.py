@@ -45,7 +45,7 @@ Description={description}
 Type=notify
 {notify}WatchdogSec=60
 TimeoutStartSec={start}
-ExecReload=/bin/kill -HUP $MAINPID
+ExecReload=/bin/sh -c "kill -HUP $MAINPID"
 User=medialane
 {settings}{service}ExecStart=/opt/medialane/bin/medialane {command}
 # Status 70: what it needs is lost (a worker's engine); a new process has it again.
