@@ -52,7 +52,8 @@ class PatternItems:
             raise self.error
         if source.upload is not None:
             with await source.upload(self) as sent:
-                made = self._make(ref.content, self._arena.view.entry(sent.range)[ENTRY_HEADER_BYTES:])
+                data = self._arena.view.entry(sent.range)[ENTRY_HEADER_BYTES : sent.range.nbytes]
+                made = self._make(ref.content, bytes(data))
             return PinnedItem(ref.content, made, is_hit=False)
         pin = self._arena.lookup(ref.content)
         try:
@@ -64,12 +65,15 @@ class PatternItems:
 
     def publish(self, reservation, _source, *, content: str, **_fields: object) -> Pin[EncodedMedia]:
         """Keep what a client has sent."""
-        encoded = EncodedMedia("image", content, "image/png", reservation.range, ENTRY_HEADER_BYTES, ITEM_BYTES)
+        range_ = reservation.range
+        num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
+        encoded = EncodedMedia("image", content, "image/png", range_, ENTRY_HEADER_BYTES, num_bytes)
         return self._arena.publish(reservation, content, encoded)
 
-    def _make(self, content: str, data: bytes | memoryview = b"") -> Pin[Feature]:
-        reservation = self._arena.reserve(ITEM_BYTES)
-        reservation.buffer[:] = data or pattern(content) * ITEM_BYTES
+    def _make(self, content: str, data: bytes = b"") -> Pin[Feature]:
+        data = data or pattern(content) * ITEM_BYTES
+        reservation = self._arena.reserve(len(data))
+        reservation.buffer[:] = data
         return self._arena.publish(reservation, content, feature(content, reservation.range))
 
 
