@@ -185,7 +185,6 @@ def test_ports_of_connectors_count_up_from_that_of_the_user(tmp_path):
         ({"prefill": "1"}, "num_prefill and num_decode must be given together"),
         ({"decode": "1"}, "num_prefill and num_decode must be given together"),
         ({"prefill": "1", "decode": "1", "workers": "2"}, "num_workers is without --prefill and --decode"),
-        ({"prefill": "1", "decode": "1", "ray": "true"}, "num_prefill and num_decode are for this host"),
     ],
 )
 def test_numbers_of_prefill_and_decode_workers_are_checked(flags, reason):
