@@ -43,6 +43,7 @@ MODULES = {
     "blake3": "blake3",
     "cbor2": "cbor2",
     "cryptography": "cryptography.x509",
+    "httptools": "httptools",
     "ijson": "ijson.backends.yajl2_c",
     "llguidance": "llguidance",
     "msgspec": "msgspec",
