@@ -24,6 +24,7 @@ from medialane.gateway import (
     GatewayConfig,
     HandoverConfig,
     InlineTransport,
+    MediaEndpoints,
     PullTransport,
     ShmTransport,
     Transport,
@@ -36,6 +37,7 @@ from medialane.media.fetch import Fetcher
 from medialane.observability import Metrics
 from medialane.prepare import PreparerPool
 from medialane.routing import EncodeCosts, Router, RoutingConfig
+from medialane.runtime.tasks import LoopFairness
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants, StoreLink
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.transfer.nixl import NixlMover
@@ -90,6 +92,19 @@ class Uncounted:
 
 
 UNCOUNTED = Uncounted()
+
+
+def media_endpoints(parts: Parts, config: GatewayConfig, fairness: LoopFairness) -> MediaEndpoints:
+    gateway = parts.gateway
+    return MediaEndpoints(
+        parts.store.link,
+        config,
+        fairness,
+        admit=gateway.admit,
+        num_tokens=gateway.num_image_tokens,
+        read=gateway.read,
+        sending=gateway.sending,
+    )
 
 
 class FailingEntries(StoreEntries):

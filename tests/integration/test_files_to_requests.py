@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 
 import pytest
-from gateway_parts import Parts, png
+from gateway_parts import Parts, media_endpoints, png
 from prometheus_client import CollectorRegistry
 
 from intakes import Intake
@@ -19,7 +19,6 @@ from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
     GatewayConfig,
-    MediaEndpoints,
     ScopeMiddleware,
     current_scope,
 )
@@ -46,16 +45,7 @@ class Server:
         config = GatewayConfig(keys=str(keys_file), **FAST)
         self.gateway = gateway = parts.gateway
         self.intake = Intake(self._route, config, open_document=gateway.open_document)
-        endpoints = MediaEndpoints(
-            parts.store.link,
-            config,
-            self.intake.fairness,
-            admit=gateway.admit,
-            num_tokens=gateway.num_image_tokens,
-            read=gateway.read,
-            sending=gateway.sending,
-        )
-        self.routes = endpoints.routes
+        self.routes = media_endpoints(parts, config, self.intake.fairness).routes
         self.metrics = Metrics(CollectorRegistry())
         access = AccessMiddleware(self.intake, AccessKeys.load(config), lambda scope: scope["path"])
         self.app = ScopeMiddleware(access, self.metrics)

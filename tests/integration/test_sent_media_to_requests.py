@@ -8,7 +8,7 @@ import json
 from contextlib import AsyncExitStack
 
 import pytest
-from gateway_parts import Parts, png
+from gateway_parts import Parts, media_endpoints, png
 from prometheus_client import CollectorRegistry
 
 from intakes import Intake
@@ -16,7 +16,6 @@ from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
     GatewayConfig,
-    MediaEndpoints,
     ScopeMiddleware,
     current_scope,
     open_scope,
@@ -45,17 +44,7 @@ class Server:
         keys_file.chmod(0o600)
         self.config = GatewayConfig(keys=str(keys_file), **FAST, **config)
         self.intake, self.metrics = Intake(self._route, self.config), Metrics(CollectorRegistry())
-        link, gateway = parts.store.link, parts.gateway
-        endpoints = MediaEndpoints(
-            link,
-            self.config,
-            self.intake.fairness,
-            admit=gateway.admit,
-            num_tokens=gateway.num_image_tokens,
-            read=gateway.read,
-            sending=gateway.sending,
-        )
-        self.routes = endpoints.routes
+        self.routes = media_endpoints(parts, self.config, self.intake.fairness).routes
         self.keys = AccessKeys.load(self.config)
         self.app = ScopeMiddleware(AccessMiddleware(self.intake, self.keys, self._route_of), self.metrics)
 

@@ -26,7 +26,7 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.gateway import AccessKeys
 from medialane.runtime.private_files import OwnedFolder
 from medialane.types.errors import StartupFailed
-from medialane.types.request import ENCODER, SIDE_CHANNEL_PORT
+from medialane.types.request import ENCODER, SIDE_CHANNEL_PORT, WorkerRole
 from medialane.wire.address import consecutive_ports, format_tcp
 from medialane.wire.listener import bind_http, check_listen, check_port
 from medialane.wire.security import Security, check_address
@@ -294,7 +294,7 @@ def store_path(folder: Path) -> Path:
     return folder / "store.sock"
 
 
-def role_flags(role: str) -> tuple[str, ...]:
+def role_flags(role: WorkerRole) -> tuple[str, ...]:
     return () if role == "worker" else ("--role", role)
 
 

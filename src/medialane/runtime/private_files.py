@@ -117,6 +117,14 @@ def abandoned(path: str | Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
+def make_own_folder(path: Path) -> None:
+    """Create a folder of mode 0700 with a name that others know, if it is missing. Raises StartupFailed if another user
+    was faster, OSError."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not _is_own_folder(path):
+        raise StartupFailed(f"{path} belongs to another user")
+
+
 class OwnedFolder:
     """A folder of mode 0700 that is removed by its owner, or by the next `create` after its owner was killed.
 
@@ -170,9 +178,7 @@ class SharedFolder:
         """Create the folder, or use it with the others. Raises StartupFailed."""
         while True:
             try:
-                path.mkdir(mode=0o700, exist_ok=True)
-                if not _is_own_folder(path):
-                    raise StartupFailed(f"{path} belongs to another user")
+                make_own_folder(path)
                 lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
                 continue  # removed by the last of its previous users

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medialane.runtime.private_files import make_own_folder
 from medialane.types.hashing import content_hash
 
 if TYPE_CHECKING:
@@ -117,13 +118,15 @@ _PREPROCESSOR = {
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Return medialane's cache folder of this user, according to the XDG base directory specification; below TMPDIR
-    for a user without a home, such as `nobody`."""
+    for a user without a home, such as `nobody`. Raises StartupFailed if another user has taken that."""
     base, home = environ.get("XDG_CACHE_HOME", ""), environ.get("HOME", "")
     if base.startswith("/"):
         return Path(base) / "medialane"
     if home and os.access(home, os.W_OK):
         return Path(home) / ".cache" / "medialane"
-    return Path(tempfile.gettempdir()) / f"medialane-cache-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"medialane-cache-{os.geteuid()}"
+    make_own_folder(folder)  # models and programs are started from it
+    return folder
 
 
 def build_tiny_model(cache: Path) -> Path:

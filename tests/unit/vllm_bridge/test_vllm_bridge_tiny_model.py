@@ -1,4 +1,5 @@
 import os
+import stat
 import tempfile
 import threading
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from medialane.testing.tiny_model import SPECIAL_TOKENS, build_once, cache_folder
+from medialane.types.errors import StartupFailed
 
 # How the folder of a model appears.
 
@@ -60,7 +62,16 @@ def test_cache_folder_follows_the_xdg_specification(tmp_path):
 @pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "/nonexistent"}])
 def test_user_without_a_home_has_a_cache_folder_of_its_own(environ, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert cache_folder(environ) == tmp_path / f"medialane-cache-{os.getuid()}"
+    folder = cache_folder(environ)
+    assert folder == tmp_path / f"medialane-cache-{os.geteuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_cache_folder_that_another_user_has_made_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"medialane-cache-{os.geteuid()}").symlink_to(tmp_path)
+    with pytest.raises(StartupFailed, match="another user"):
+        cache_folder({})
 
 
 @pytest.mark.timeout(120)
