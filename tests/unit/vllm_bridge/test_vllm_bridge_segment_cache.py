@@ -170,11 +170,17 @@ def test_entries_are_found_with_the_same_salt_only(cache, tokenizer):
 
 @pytest.mark.parametrize(
     ("text", "max_length"),
-    [(TEXT[: MIN_CHARS - 1], None), (TEXT, 100), (TEXT + "\ud800", None)],
-    ids=["short", "truncated", "not Unicode"],
+    [(TEXT, 100), (TEXT + "\ud800", None)],
+    ids=["truncated", "not Unicode"],
 )
 def test_other_texts_are_left_to_the_tokenizer(cache, text, max_length):
     assert cache.token_ids(text, "", False, max_length) is None
+
+
+def test_a_short_text_is_not_kept(cache, tokenizer):
+    for text in ("", TEXT[: MIN_CHARS - 1]):
+        assert cache.token_ids(text, "", False, None) == whole_ids(tokenizer, text)
+    assert cache.stats.num_bytes == 0
 
 
 @pytest.mark.parametrize("adds_tokens", [False, True])

@@ -54,6 +54,7 @@ from medialane.vllm_bridge.seams.api_server import (
     failing_fast,
     init_app_state,
     middleware_stack_not_built,
+    shorten_routes,
     unload_adapters_by,
     validate_api_server_args,
     validate_in_thread,
@@ -272,6 +273,7 @@ class Frontend:
             client_features.serve_files(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
         without_listening(app)
+        shorten_routes(app, _FREQUENT)
         for path, probe in (probes or {}).items():
             _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
