@@ -193,8 +193,8 @@ def _parts(part: Any) -> set[str]:
 
 
 def encoder_of(tokenizer: Any) -> Encode:
-    """Return what encodes texts like this tokenizer, which `splitter_of` has proven, in half the time: nobody asks where
-    in its text a token is."""
+    """Return what encodes texts like this tokenizer, which `splitter_of` has proven, in half the time: nobody asks
+    where in its text a token is."""
     backend = tokenizer.backend_tokenizer
     is_its_own = isinstance(tokenizer, ThreadSafeHFTokenizerMixin)  # calls are made of copies
     if not is_its_own or backend.truncation is not None or backend.padding is not None:
