@@ -44,7 +44,6 @@ from blake3 import blake3
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import TokenizersBackend
 from vllm.renderers import BaseRenderer
-from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 
 from medialane.types.stats import SegmentStats
 from medialane.vllm_bridge.frontend.request_backend import Rendering
@@ -196,7 +195,7 @@ def encoder_of(tokenizer: Any) -> Encode:
     """Return what encodes texts like this tokenizer, which `splitter_of` has proven, in half the time: nobody asks
     where in its text a token is."""
     backend = tokenizer.backend_tokenizer
-    is_its_own = isinstance(tokenizer, ThreadSafeHFTokenizerMixin)  # calls are made of copies
+    is_its_own = type(tokenizer).__module__ == _POOLS  # calls are made of copies
     if not is_its_own or backend.truncation is not None or backend.padding is not None:
         backend = copy.deepcopy(backend)
         backend.no_truncation()

@@ -161,13 +161,14 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     _api_server(
-        name="disconnecting clients",
-        purpose="a client's disconnect is listened for once, instead of by gateway, handler and response",
-        without="each request has two tasks more",
-        tests=("tests/contract/test_renderer_hook.py",),
+        name="routes",
+        purpose="the frequent routes take a body alone; a client's disconnect is listened for once, by the gateway",
+        without="each request has two tasks more, and takes more CPU time",
+        tests=("tests/contract/test_renderer_hook.py", "tests/contract/test_short_routes.py"),
         seams=_seams("""
             call vllm.entrypoints.serve.utils.api_utils:with_cancellation(handler_func)
-            read fastapi.routing:APIRoute with dependant
+            call :validate_json_request(raw_request)
+            read fastapi.routing:APIRoute with dependant, app, _embed_body_fields
         """),
     ),
     _api_server(
