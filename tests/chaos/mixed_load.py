@@ -16,7 +16,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,7 @@ class Question:
     max_tokens: int = 8
     #: Sampled with a seed, if there are several. A real engine on a CPU cannot go on with a seed: asked as a whole.
     n: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def repeated_questions(origin: HttpOrigin, *, with_embeds: bool) -> list[Question]:
@@ -81,7 +82,8 @@ def repeated_questions(origin: HttpOrigin, *, with_embeds: bool) -> list[Questio
             Question(name, (part, text("Who?")), uuid=part["uuid"]),
             Question(name, ({**part, "image_embeds": None}, text("Who?")), uuid=part["uuid"], needs_uuid=True),
         ]
-    return [*asked, Question("video", (video(1, num_frames=4), text("What happens?")), ("video",))]
+    frames = {"media_io_kwargs": {"video": {"num_frames": 4}}}
+    return [*asked, Question("video", (video(1), text("What happens?")), ("video",), options=frames)]
 
 
 def new_questions(number: int) -> list[Question]:
@@ -203,12 +205,12 @@ class MixedLoad:
                 async for _ in response.content:
                     pass
 
-    async def learn(self) -> None:
+    async def learn(self, client: OpenAiHttp) -> None:
         """Ask each question undisturbed, under a salt."""
 
         async def learn(question: Question) -> None:
             body = _body(question, cache_salt="undisturbed")
-            self._right[question.right] = choices_of(await self.client.succeed(body))
+            self._right[question.right] = choices_of(await client.succeed(body))
 
         await _by_clients(learn(question) for question in [*self.repeated, *self.new] if not question.needs_uuid)
 
@@ -265,6 +267,7 @@ class MixedLoad:
                 found = await self._answer(body, question, before, slow=slow)
         self.counts["answer"] += 1
         if found.status == 200:
+            self._note_prefill(found)
             ready = ready if before is self.ready and not self._num_hoards else set()
             self._judge(question, found, ready)
             if ready and self._num_fetched(question) > num_fetched:
@@ -324,6 +327,12 @@ class MixedLoad:
             for name in missed:
                 self._wrong(question, f"{name} was ready and is no hit: {cached}")
 
+    def _note_prefill(self, found: Answer) -> None:
+        """Count the answers whose prompts were read from another worker, by the reports of whole answers."""
+        if found.json is not None and (prefill := found.json["medialane"].get("prefill")) is not None:
+            self.counts[f"prefill {prefill['outcome']}"] += 1
+            self.counts["transferred"] += prefill.get("transferred_tokens", 0) > 0
+
     def _num_fetched(self, question: Question) -> int:
         return sum(request.path in question.media for request in self.origin.requests)
 
@@ -343,7 +352,7 @@ async def _by_clients(asked: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def _body(question: Question, **options: Any) -> dict[str, Any]:
     sampling = {"n": question.n, "temperature": 1, "seed": 5} if question.n > 1 else {}
-    return chat(*question.content, max_tokens=question.max_tokens, **sampling, **options)
+    return chat(*question.content, max_tokens=question.max_tokens, **sampling, **question.options, **options)
 
 
 def choices_of(found: Answer) -> list[list[int]]:
@@ -394,9 +403,16 @@ def events_of(raw: str) -> list[Any]:
 
 @asynccontextmanager
 async def asking(
-    client: OpenAiHttp, *, seed: int, num_new: int, with_embeds: bool = True, ended_s: float = 120.0
+    client: OpenAiHttp,
+    *,
+    seed: int,
+    num_new: int,
+    with_embeds: bool = True,
+    ended_s: float = 120.0,
+    right: OpenAiHttp | None = None,
 ) -> AsyncIterator[MixedLoad]:
-    """A load that runs during the block; what it has found is checked at its end."""
+    """A load that runs during the block; what it has found is checked at its end. `right` is another server of the same
+    model, whose answers are right; otherwise `client` asks its own before."""
     async with HttpOrigin() as origin:
         for n in range(_NUM_FETCHED):
             body = photo(_FETCHED + n, *_SIZE)
@@ -405,7 +421,7 @@ async def asking(
         load = MixedLoad(
             client, origin, random.Random(seed), repeated, new_questions(num_new), ended_s, not with_embeds
         )
-        await load.learn()
+        await load.learn(right or client)
         running = asyncio.create_task(load.run())
         try:
             await load.answers(2 * len(load.repeated))

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 import aiohttp
 import pytest
 import pytest_asyncio
+from kept_blocks import LEASE_S, nothing_is_kept
 from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S, MedialaneProcess, kill
 from openai_http import OpenAiHttp, assert_same, chat, data_url, picture, text, video
 from process_tree import descendants, resident_bytes_of_arenas, suspended
@@ -38,8 +39,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 #: Tokens of a KV block on a CPU: ExampleConnector transfers whole ones, and not the last of a prompt.
 BLOCK = 128
 
-#: NIXL's: the worker that has computed a prompt keeps its blocks for a reader that is lost.
-LEASE_S = 30
 NUM_LEAVING = 40
 
 #: What the kernel maps around a page that is read, at most.
@@ -232,18 +231,6 @@ def nixl(connector, split):
     if connector != "nixl":
         pytest.skip("of the product's connector")
     return split
-
-
-async def kv_usage(client):
-    """How much of the KV caches is in use; blocks that are kept for another worker are."""
-    return sum(s.value for s in (await client.metrics()).samples if s.name == "vllm:kv_cache_usage_perc")
-
-
-async def nothing_is_kept(client, within_s):
-    async def is_free():
-        return not await kv_usage(client)
-
-    await eventually(is_free, "all KV blocks are free", within_s)
 
 
 async def test_clients_that_leave_leave_no_blocks_behind(nixl, plain):
