@@ -26,6 +26,7 @@ SERVER_FLAGS = (
     "--dtype=float32",
     with_small_dummies({"image": 8, "video": 1}),
     "--enable-mm-embeds",
+    "--trust-request-mm-kwargs",
     f"--kv-cache-memory-bytes={256 << 20}",
 )
 #: The arena has room for all media of the tests. Their origins are on the loopback interface.
@@ -108,7 +109,7 @@ async def survives(
 ) -> MixedLoad:
     """Run a scenario under load, until there were that many answers. Raises AssertionError, with the whole schedule,
     unless every answer is right, as of the server `right` if there is one, and nothing is left of what was done."""
-    serve = processes.serve
+    serve, load = processes.serve, None
     try:
         async with store_link(serve.store_address, shared_memory) as link:
 
@@ -139,7 +140,7 @@ async def survives(
             assert not grown, f"descriptors left: {grown}"
     except BaseException as error:
         # By the seed and the length the same is done again.
-        error.add_note(f"the scenario:\n{scenario}")
+        error.add_note(f"the scenario:\n{scenario}\nthe load: {load}")
         raise
     print(f"\nseed {scenario.seed}, {scenario.seconds:g} s: {load}")  # noqa: T201 - what was covered, for `make chaos`
     return load

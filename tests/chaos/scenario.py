@@ -110,12 +110,13 @@ CUT_LINK = Action("cut", "link", NOTHING, 0.1, 5.0, weight=2, loses_worker=True)
 @dataclass(frozen=True)
 class Scenario:
     """`between_s` are the least and most seconds between two injections. Most have ended before the next, some have
-    not."""
+    not; with `in_pairs` no more than two, however long a busy machine takes."""
 
     seed: int
     seconds: float
     actions: tuple[Action, ...]
     between_s: tuple[float, float] = (0.3, 4.0)
+    in_pairs: bool = False
 
     def schedule(self) -> list[Injection]:
         return list(takewhile(lambda injection: injection.at_s < self.seconds, self._injections()))
