@@ -117,10 +117,13 @@ def running_store_apart(model: str, *, environ: Mapping[str, str], log: Path) ->
     medialane = [sys.executable, "-m", "medialane", "store", model, "--listen", address]
     flags = [*STORE_FLAGS, *directory, "--peer-listen", "tcp://127.0.0.1:0", "--", *SERVER_FLAGS]
     process = launch([*medialane, *flags], environ=environ, log=log)
-    yield ["--store", address, *directory]
-    process.terminate()
-    assert process.wait(STOP_S) == 0
-    shutil.rmtree(folder)
+    try:
+        yield ["--store", address, *directory]
+    finally:
+        process.terminate()
+        status = process.wait(STOP_S)
+        shutil.rmtree(folder)
+    assert status == 0
 
 
 @pytest.fixture(scope="session")
