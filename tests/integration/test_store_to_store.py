@@ -263,7 +263,14 @@ class Split:
 
 
 @pytest.fixture
-async def split(arena, preparers, other_host):
+async def right(arena, preparers, worker):
+    """The answer of one worker to what `Split` asks."""
+    async with parts_for(arena, preparers, [worker]) as near:
+        return await Split(near, worker, worker).answer()
+
+
+@pytest.fixture
+async def split(arena, preparers, other_host, right):
     blocks, routing = KvBlocks(), RoutingConfig(prefill_at="prefill", split_tokens=1)
     cards = {role: replace(ENCODER_CARD, role=role, kv_group="group") for role in ("prefill", "decode")}
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -273,13 +280,6 @@ async def split(arena, preparers, other_host):
         async with parts_for(arena, preparers, [p, d], routing=routing) as parts:
             yield Split(parts, p, d)
         await p.close()
-
-
-@pytest.fixture
-async def right(arena, preparers, worker):
-    """The answer of one worker to what `Split` asks."""
-    async with parts_for(arena, preparers, [worker]) as near:
-        return await Split(near, worker, worker).answer()
 
 
 async def test_media_of_a_prompt_whose_blocks_are_read_are_not_pulled(split, other_host, right):
