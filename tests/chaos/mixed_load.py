@@ -124,6 +124,7 @@ class MixedLoad:
     problems: list[str] = field(default_factory=list)
     #: Content, and its uuids, that an answer has had. Replaced when that may have been evicted.
     ready: set[str] = field(default_factory=set)
+    running: asyncio.Task[None] = field(init=False)
     _allowed: list[_Allowed] = field(default_factory=list)
     _right: dict[str, list[list[int]]] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)
@@ -167,9 +168,13 @@ class MixedLoad:
         self.ready = set()
 
     async def answers(self, number: int) -> None:
-        """Wait for this many more answers."""
-        before = self.counts["answer"]
-        await eventually(lambda: self.counts["answer"] >= before + number, "answers", ANSWERED_S, more=lambda: self)
+        """Wait for this many more answers. Raises what has ended the load."""
+        least = self.counts["answer"] + number
+        await eventually(
+            lambda: self.counts["answer"] >= least or self.running.done(), "answers", ANSWERED_S, more=lambda: self
+        )
+        if self.running.done():
+            self.running.result()
 
     async def all_that_was_ready_is_a_hit(self) -> None:
         """Ask each question whose items have all been in an answer."""
@@ -214,14 +219,19 @@ class MixedLoad:
 
         await _by_clients(learn(question) for question in [*self.repeated, *self.new] if not question.needs_uuid)
 
-    async def run(self) -> None:
+    def start(self) -> None:
+        self.running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_CLIENTS):
                 tasks.create_task(self._client())
 
-    def stop(self) -> None:
-        """`run` returns when each client has its answer."""
+    async def stop(self) -> None:
+        """Return when each client has its answer."""
         self._stopping = True
+        async with asyncio.timeout(ANSWERED_S):
+            await self.running
 
     def _now(self) -> float:
         return time.monotonic() - self._started
@@ -422,15 +432,13 @@ async def asking(
             client, origin, random.Random(seed), repeated, new_questions(num_new), ended_s, not with_embeds
         )
         await load.learn(right or client)
-        running = asyncio.create_task(load.run())
+        load.start()
         try:
             await load.answers(2 * len(load.repeated))
             load.check()
             yield load
-            load.stop()
-            async with asyncio.timeout(ANSWERED_S):
-                await running
+            await load.stop()
             load.check()
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            load.running.cancel()
+            await asyncio.wait([load.running])
