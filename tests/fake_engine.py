@@ -25,6 +25,7 @@ from medialane.types.admin import (
 )
 from medialane.types.errors import (
     GenerationFailed,
+    HandoverFailed,
     InvalidFeature,
     MedialaneError,
     PromptRejected,
@@ -110,20 +111,21 @@ class KvBlocks:
     """What fake engines keep for each other: `kept`, by the parameters that they give, the prompt and its items."""
 
     def __init__(self) -> None:
-        self.kept: dict[bytes, bytes] = {}
+        self.kept: dict[bytes, tuple[bytes, list[bytes]]] = {}
         self.num_sent = 0
         #: Whether reading them fails: the reader then computes the prompt.
         self.is_broken = False
 
-    def keep(self, inputs: bytes) -> bytes:
+    def keep(self, inputs: bytes, items: list[bytes]) -> bytes:
         self.num_sent += 1
         params = b'{"number": %d}' % self.num_sent
-        self.kept[params] = inputs
+        self.kept[params] = inputs, items
         return params
 
-    def read(self, params: bytes, inputs: bytes) -> bool:
-        """Return whether the blocks of these inputs were read, and so are kept no longer."""
-        return self.kept.pop(params, None) == inputs and not self.is_broken
+    def read(self, params: bytes, inputs: bytes) -> list[bytes] | None:
+        """Return the items of these inputs if the blocks were read, and so are kept no longer."""
+        kept, items = self.kept.pop(params, (b"", []))
+        return items if kept == inputs and not self.is_broken else None
 
 
 class FakeEngine:
@@ -224,7 +226,7 @@ class FakeEngine:
         num_cached = self._prefill(request)
         num_tokens = len(request.prompt.token_ids) + len(request.generated)
         inputs, num_transferred = msgspec.msgpack.encode((request.prompt.token_ids, request.generated)), 0
-        if transfer is not None and transfer.step == "receive" and self.kv_blocks.read(transfer.params, inputs):
+        if (read := self._read(request, inputs)) is not None:
             num_transferred = num_tokens - 1 - num_cached
         self.num_computed += num_tokens - num_cached - num_transferred
         self.num_requests += 1
@@ -239,7 +241,8 @@ class FakeEngine:
                 await self._steps.wait()
                 self._check_alive()
                 sent = _delta(request, 0, 0, num_cached, finished=True)
-                sent = msgspec.structs.replace(sent, kv_params=self.kv_blocks.keep(inputs))
+                kept = self.kv_blocks.keep(inputs, self._items(tensors, embeddings))
+                sent = msgspec.structs.replace(sent, kv_params=kept)
                 try:
                     await asyncio.sleep(0)
                 except asyncio.CancelledError:  # the abort crosses the output
@@ -251,7 +254,7 @@ class FakeEngine:
                 await asyncio.sleep(params.token_s)  # time: as an engine takes
                 await self._steps.wait()
                 self._check_alive()
-                items = self._items(tensors, embeddings)
+                items = read if request.without_media else self._items(tensors, embeddings)
                 finished = number == params.max_tokens - 1
                 if request.is_pooling:
                     inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, number))
@@ -307,6 +310,15 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+    def _read(self, request: EngineRequest, inputs: bytes) -> list[bytes] | None:
+        """Return the prompt's items if its blocks were read. Raises HandoverFailed if they must be, and were not."""
+        transfer = request.kv_transfer
+        is_reader = transfer is not None and transfer.step == "receive"
+        items = self.kv_blocks.read(transfer.params, inputs) if is_reader else None
+        if items is None and request.without_media:
+            raise HandoverFailed("a prompt without its media must be computed")
+        return items
 
     async def _encode(
         self,

@@ -26,6 +26,7 @@ SERVER_FLAGS = (
     "--dtype=float32",
     with_small_dummies({"image": 8, "video": 1}),
     "--enable-mm-embeds",
+    "--trust-request-mm-kwargs",
     f"--kv-cache-memory-bytes={256 << 20}",
 )
 #: The arena has room for all media of the tests. Their origins are on the loopback interface.
@@ -103,10 +104,12 @@ async def survives(
     shared_memory: Path,
     with_embeds: bool,
     ended_s: float,
+    num_answers: int = 0,
+    right: OpenAiHttp | None = None,
 ) -> MixedLoad:
-    """Run a scenario under load. Raises AssertionError, with the whole schedule, unless every answer is right and
-    nothing is left of what was done."""
-    serve = processes.serve
+    """Run a scenario under load, until there were that many answers. Raises AssertionError, with the whole schedule,
+    unless every answer is right, as of the server `right` if there is one, and nothing is left of what was done."""
+    serve, load = processes.serve, None
     try:
         async with store_link(serve.store_address, shared_memory) as link:
 
@@ -121,7 +124,7 @@ async def survives(
             async with as_before(state, RESTART_S):
                 descriptors = await processes.num_descriptors()
                 whole = WholeHost(processes, client)
-                settings = {"with_embeds": with_embeds, "ended_s": ended_s}
+                settings = {"with_embeds": with_embeds, "ended_s": ended_s, "right": right}
                 async with (
                     whole.watched(),
                     asking(client, seed=scenario.seed, num_new=int(scenario.seconds), **settings) as load,
@@ -129,13 +132,15 @@ async def survives(
                     await chaos.run(scenario, load, whole)
                     await whole.wait("in the end")
                     await load.answers(len(load.repeated))
+                    while load.counts["answer"] < num_answers:
+                        await load.answers(len(load.repeated))
                 await load.all_that_was_ready_is_a_hit()
             now = await processes.num_descriptors()
             grown = {pid: (n, now[pid]) for pid, n in descriptors.items() if now.get(pid, 0) > n + MAX_MORE_DESCRIPTORS}
             assert not grown, f"descriptors left: {grown}"
     except BaseException as error:
         # By the seed and the length the same is done again.
-        error.add_note(f"the scenario:\n{scenario}")
+        error.add_note(f"the scenario:\n{scenario}\nthe load: {load}")
         raise
     print(f"\nseed {scenario.seed}, {scenario.seconds:g} s: {load}")  # noqa: T201 - what was covered, for `make chaos`
     return load

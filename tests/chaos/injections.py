@@ -113,9 +113,11 @@ class Chaos:
             await asyncio.to_thread(large_picture, "")  # takes a second, once
         start = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
-            for injection in scenario.schedule():
+            for number, injection in enumerate(scenario.schedule()):
                 left_s = start + injection.at_s - asyncio.get_running_loop().time()
                 await asyncio.sleep(max(0.0, left_s))  # time: the schedule's
+                if scenario.in_pairs and number % 2 == 0:
+                    await whole.wait(f"before {injection}")
                 load.log(f"{injection}")
                 tasks.create_task(self._inject(injection, load, whole))
 

@@ -16,7 +16,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,7 @@ class Question:
     max_tokens: int = 8
     #: Sampled with a seed, if there are several. A real engine on a CPU cannot go on with a seed: asked as a whole.
     n: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def repeated_questions(origin: HttpOrigin, *, with_embeds: bool) -> list[Question]:
@@ -81,7 +82,8 @@ def repeated_questions(origin: HttpOrigin, *, with_embeds: bool) -> list[Questio
             Question(name, (part, text("Who?")), uuid=part["uuid"]),
             Question(name, ({**part, "image_embeds": None}, text("Who?")), uuid=part["uuid"], needs_uuid=True),
         ]
-    return [*asked, Question("video", (video(1, num_frames=4), text("What happens?")), ("video",))]
+    frames = {"media_io_kwargs": {"video": {"num_frames": 4}}}
+    return [*asked, Question("video", (video(1), text("What happens?")), ("video",), options=frames)]
 
 
 def new_questions(number: int) -> list[Question]:
@@ -122,6 +124,7 @@ class MixedLoad:
     problems: list[str] = field(default_factory=list)
     #: Content, and its uuids, that an answer has had. Replaced when that may have been evicted.
     ready: set[str] = field(default_factory=set)
+    running: asyncio.Task[None] = field(init=False)
     _allowed: list[_Allowed] = field(default_factory=list)
     _right: dict[str, list[list[int]]] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)
@@ -165,9 +168,13 @@ class MixedLoad:
         self.ready = set()
 
     async def answers(self, number: int) -> None:
-        """Wait for this many more answers."""
-        before = self.counts["answer"]
-        await eventually(lambda: self.counts["answer"] >= before + number, "answers", ANSWERED_S, more=lambda: self)
+        """Wait for this many more answers. Raises what has ended the load."""
+        least = self.counts["answer"] + number
+        await eventually(
+            lambda: self.counts["answer"] >= least or self.running.done(), "answers", ANSWERED_S, more=lambda: self
+        )
+        if self.running.done():
+            self.running.result()
 
     async def all_that_was_ready_is_a_hit(self) -> None:
         """Ask each question whose items have all been in an answer."""
@@ -203,23 +210,28 @@ class MixedLoad:
                 async for _ in response.content:
                     pass
 
-    async def learn(self) -> None:
+    async def learn(self, client: OpenAiHttp) -> None:
         """Ask each question undisturbed, under a salt."""
 
         async def learn(question: Question) -> None:
             body = _body(question, cache_salt="undisturbed")
-            self._right[question.right] = choices_of(await self.client.succeed(body))
+            self._right[question.right] = choices_of(await client.succeed(body))
 
         await _by_clients(learn(question) for question in [*self.repeated, *self.new] if not question.needs_uuid)
 
-    async def run(self) -> None:
+    def start(self) -> None:
+        self.running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_CLIENTS):
                 tasks.create_task(self._client())
 
-    def stop(self) -> None:
-        """`run` returns when each client has its answer."""
+    async def stop(self) -> None:
+        """Return when each client has its answer."""
         self._stopping = True
+        async with asyncio.timeout(ANSWERED_S):
+            await self.running
 
     def _now(self) -> float:
         return time.monotonic() - self._started
@@ -265,6 +277,7 @@ class MixedLoad:
                 found = await self._answer(body, question, before, slow=slow)
         self.counts["answer"] += 1
         if found.status == 200:
+            self._note_prefill(found)
             ready = ready if before is self.ready and not self._num_hoards else set()
             self._judge(question, found, ready)
             if ready and self._num_fetched(question) > num_fetched:
@@ -324,6 +337,12 @@ class MixedLoad:
             for name in missed:
                 self._wrong(question, f"{name} was ready and is no hit: {cached}")
 
+    def _note_prefill(self, found: Answer) -> None:
+        """Count the answers whose prompts were read from another worker, by the reports of whole answers."""
+        if found.json is not None and (prefill := found.json["medialane"].get("prefill")) is not None:
+            self.counts[f"prefill {prefill['outcome']}"] += 1
+            self.counts["transferred"] += prefill.get("transferred_tokens", 0) > 0
+
     def _num_fetched(self, question: Question) -> int:
         return sum(request.path in question.media for request in self.origin.requests)
 
@@ -343,7 +362,7 @@ async def _by_clients(asked: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 def _body(question: Question, **options: Any) -> dict[str, Any]:
     sampling = {"n": question.n, "temperature": 1, "seed": 5} if question.n > 1 else {}
-    return chat(*question.content, max_tokens=question.max_tokens, **sampling, **options)
+    return chat(*question.content, max_tokens=question.max_tokens, **sampling, **question.options, **options)
 
 
 def choices_of(found: Answer) -> list[list[int]]:
@@ -394,9 +413,16 @@ def events_of(raw: str) -> list[Any]:
 
 @asynccontextmanager
 async def asking(
-    client: OpenAiHttp, *, seed: int, num_new: int, with_embeds: bool = True, ended_s: float = 120.0
+    client: OpenAiHttp,
+    *,
+    seed: int,
+    num_new: int,
+    with_embeds: bool = True,
+    ended_s: float = 120.0,
+    right: OpenAiHttp | None = None,
 ) -> AsyncIterator[MixedLoad]:
-    """A load that runs during the block; what it has found is checked at its end."""
+    """A load that runs during the block; what it has found is checked at its end. `right` is another server of the same
+    model, whose answers are right; otherwise `client` asks its own before."""
     async with HttpOrigin() as origin:
         for n in range(_NUM_FETCHED):
             body = photo(_FETCHED + n, *_SIZE)
@@ -405,16 +431,14 @@ async def asking(
         load = MixedLoad(
             client, origin, random.Random(seed), repeated, new_questions(num_new), ended_s, not with_embeds
         )
-        await load.learn()
-        running = asyncio.create_task(load.run())
+        await load.learn(right or client)
+        load.start()
         try:
             await load.answers(2 * len(load.repeated))
             load.check()
             yield load
-            load.stop()
-            async with asyncio.timeout(ANSWERED_S):
-                await running
+            await load.stop()
             load.check()
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            load.running.cancel()
+            await asyncio.wait([load.running])

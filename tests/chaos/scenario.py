@@ -7,7 +7,7 @@ the minute in which it happened. `ACTIONS` has all that can be done, and what cl
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -87,6 +87,13 @@ CUTS = (
     Action("cut", "gateway-store", weight=2),
     Action("cut", "worker-store", weight=2),
 )
+#: Of a host whose prompts are computed by one worker and continued by another one.
+SPLIT = (
+    *(Action("kill", kind, weight=3, loses_worker=True) for kind in ("prefill", "decode")),
+    *(each for each in KILLS if each.kind in ("gateway", "store")),
+    *ENGINE,
+    *(Action("cut", f"gateway-{kind}", loses_worker=True) for kind in ("prefill", "decode")),
+)
 #: Bytes that are no message of ours, on connections of their own.
 MALFORMED = tuple(Action("malformed", kind, NOTHING, 0.5, 3.0) for kind in ("gateway", "store", "worker"))
 OTHERS = (
@@ -99,27 +106,28 @@ HOARD = Action("hoard", "arena", frozenset({"arena_full", "media_overloaded"}), 
 FULL_DISK = Action("fill", "log folder", NOTHING, 1.0, 6.0, weight=6)
 CUT_LINK = Action("cut", "link", NOTHING, 0.1, 5.0, weight=2, loses_worker=True)
 
-#: Seconds between two injections. Most have ended before the next, some have not.
-_LEAST_S, _MOST_S = 0.3, 4.0
-
 
 @dataclass(frozen=True)
 class Scenario:
+    """`between_s` are the least and most seconds between two injections. Most have ended before the next, some have
+    not; with `in_pairs` no more than two, however long a busy machine takes."""
+
     seed: int
     seconds: float
     actions: tuple[Action, ...]
+    between_s: tuple[float, float] = (0.3, 4.0)
+    in_pairs: bool = False
 
     def schedule(self) -> list[Injection]:
-        return list(takewhile(lambda injection: injection.at_s < self.seconds, _injections(self.seed, self.actions)))
+        return list(takewhile(lambda injection: injection.at_s < self.seconds, self._injections()))
 
     def __str__(self) -> str:
         return "\n".join([f"seed {self.seed}, {self.seconds:g} s:", *map(str, self.schedule())])
 
-
-def _injections(seed: int, actions: Sequence[Action]) -> Iterator[Injection]:
-    choice, at_s = random.Random(f"chaos {seed}"), 0.0
-    weights = [action.weight for action in actions]
-    while True:
-        at_s += choice.uniform(_LEAST_S, _MOST_S)
-        (action,) = choice.choices(actions, weights)
-        yield Injection(at_s, action, choice.uniform(action.least_s, action.most_s), choice.randrange(1000))
+    def _injections(self) -> Iterator[Injection]:
+        choice, at_s = random.Random(f"chaos {self.seed}"), 0.0
+        weights = [action.weight for action in self.actions]
+        while True:
+            at_s += choice.uniform(*self.between_s)
+            (action,) = choice.choices(self.actions, weights)
+            yield Injection(at_s, action, choice.uniform(action.least_s, action.most_s), choice.randrange(1000))

@@ -22,6 +22,8 @@ TITLES = {
     "preparer": "medialane preparer",
     "fork server": FORK_SERVER.strip(),
     "worker": "medialane worker",
+    "prefill": "medialane prefill",
+    "decode": "medialane decode",
     "engine": "EngineCore",
 }
 
@@ -56,7 +58,8 @@ class ServedProcesses:
     async def num_descriptors(self) -> dict[int, int]:
         """By process, of `serve` itself and of what accepts connections."""
         found = await self.by_kind()
-        pids = [self.serve.pid, *found["store"], *found["gateway"], *found["worker"]]
+        kinds = ("store", "gateway", "worker", "prefill", "decode")
+        pids = [self.serve.pid, *(pid for kind in kinds for pid in found[kind])]
         return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in pids}
 
     def _by_kind(self) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 import pytest
 import test_chaos_engines as engines
 import test_chaos_full as full
+import test_chaos_prefill as prefill
 import test_chaos_simulated as simulated
 from scenario import FULL_DISK, HOARD, Scenario
 
@@ -21,3 +22,5 @@ def test_fixed_seeds_do_everything_that_can_be_done():
     scheduled = [Scenario(each.SEED, each.SECONDS, each.ACTIONS) for each in (simulated, full, engines)]
     done = {injection.action for scenario in scheduled for injection in scenario.schedule()}
     assert done >= {*simulated.ACTIONS, HOARD, FULL_DISK, *engines.ENGINE}
+    split = Scenario(prefill.SEED, prefill.SECONDS, prefill.SPLIT, prefill.BETWEEN_S)
+    assert {injection.action for injection in split.schedule()} == set(prefill.SPLIT)

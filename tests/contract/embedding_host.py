@@ -66,9 +66,9 @@ def without_tensors(prompt, *indices):
     return msgspec.structs.replace(prompt, features=tuple(features))
 
 
-async def answer(engine, prompt, uses=(), *, rank=None, **params):
+async def answer(engine, prompt, uses=(), *, rank=None, without_media=False, **params):
     sent = request(f"e-{next(_ids)}", prompt, **({"max_tokens": MAX_TOKENS} | params))
-    sent = msgspec.structs.replace(sent, data_parallel_rank=rank)
+    sent = msgspec.structs.replace(sent, data_parallel_rank=rank, without_media=without_media)
     async with aclosing(engine.generate(sent, bytes_of(prompt), uses)) as deltas:
         return [token async for delta in deltas for token in delta.completions[0].token_ids]
 

@@ -14,7 +14,7 @@ from prompt_maker import PromptMaker, bytes_of, pixels, request
 from safetensors.torch import load_file
 
 from medialane.types.admin import ResetEncoderCache, ResetPrefixCache
-from medialane.types.errors import HandoverFailed, InvalidFeature
+from medialane.types.errors import HandoverFailed, InvalidFeature, WorkerLost
 from medialane.types.feature import EmbeddingUse
 from medialane.types.request import EmbeddingCounts
 from medialane.vllm_bridge.engine.engine_request import RequestReader
@@ -100,6 +100,43 @@ async def test_preempted_request_loads_its_embedding_again(vllm_engine, maker, h
                 await vllm_engine.administer(ResetPrefixCache(reset_running_requests=True))
     assert tokens == expected
     assert await since(vllm_engine, before) == EmbeddingCounts(loaded=2)
+
+
+def cacheable(maker, prompt):
+    """The prompt with text behind its items, so that all of them lie in full blocks."""
+    return msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *maker.tokenizer.encode("a word " * 130)])
+
+
+async def test_request_without_media_is_answered_from_blocks_alone(vllm_engine, maker, host):
+    prompt = cacheable(maker, maker.inline(pixels(300, 200, 70), pixels(200, 300, 71)))
+    expected = await answer(vllm_engine, prompt)
+    before, bare = await counted(vllm_engine), without_tensors(prompt, 0, 1)
+    assert await answer(vllm_engine, bare, without_media=True) == expected
+    await host.forget()
+    with pytest.raises(HandoverFailed):
+        await answer(vllm_engine, bare, without_media=True)
+    assert await since(vllm_engine, before) == EmbeddingCounts(failed=1)
+    assert await answer(vllm_engine, prompt) == expected
+
+
+async def test_preempted_request_without_media_may_go_on_elsewhere(vllm_engine, maker, host):
+    prompt = cacheable(maker, maker.inline(pixels(300, 200, 72)))
+    expected = await answer(vllm_engine, prompt, max_tokens=64)
+    sent = request("preempted-bare", without_tensors(prompt, 0), max_tokens=64)
+    sent, tokens = msgspec.structs.replace(sent, without_media=True), []
+
+    async def run():
+        async with aclosing(vllm_engine.generate(sent, [[]])) as deltas:
+            async for delta in deltas:
+                is_first = not tokens
+                tokens.extend(delta.completions[0].token_ids)
+                if is_first:
+                    await vllm_engine.administer(ResetPrefixCache(reset_running_requests=True))
+
+    with pytest.raises(WorkerLost):
+        await run()
+    assert tokens == expected[: len(tokens)]
+    assert await answer(vllm_engine, prompt, max_tokens=64) == expected
 
 
 async def test_nothing_is_written_after_an_aborted_request(vllm_engine, maker, host):

@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 import shared_servers
 from gateway_variants import ENDINGS, GATEWAYS
-from medialane_process import STOP_S, MedialaneProcess, free_port, launch
+from medialane_process import MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
-from shared_servers import MEDIA_FLAGS, SERVER_FLAGS, STORE_FLAGS
+from shared_servers import MEDIA_FLAGS, SERVER_FLAGS, running_store_apart
 from two_hosts import TwoHosts
 
 from linked_hosts import linked_hosts
@@ -83,20 +83,10 @@ GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 @pytest.fixture(scope="session")
 def store_apart(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[list[str]]:
-    """The flags of a gateway of another store, whose arena is in a folder that no worker knows, and from which other
-    stores may copy."""
-    folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
-    address, directory = f"unix:{folder}/store.sock", ["--arena-directory", str(folder)]
-    medialane = [sys.executable, "-m", "medialane", "store", starting_serve.model, "--listen", address]
-    process = launch(
-        [*medialane, *STORE_FLAGS, *directory, "--peer-listen", "tcp://127.0.0.1:0", "--", *SERVER_FLAGS],
-        environ=vllm_environ,
-        log=tmp_path_factory.mktemp("store") / "store.log",
-    )
-    yield ["--store", address, *directory]
-    process.terminate()
-    assert process.wait(STOP_S) == 0
-    shutil.rmtree(folder)
+    """The flags of a gateway of another store."""
+    log = tmp_path_factory.mktemp("store") / "store.log"
+    with running_store_apart(starting_serve.model, environ=vllm_environ, log=log) as flags:
+        yield flags
 
 
 @pytest.fixture(scope="session")

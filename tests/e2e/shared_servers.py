@@ -9,13 +9,22 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, PING_S, START_S, MedialaneProcess, free_port
+from medialane_process import (
+    FORKING_VLLM,
+    ONE_PROCESS_ENGINE,
+    PING_S,
+    START_S,
+    STOP_S,
+    MedialaneProcess,
+    free_port,
+    launch,
+)
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 from xdist.scheduler import LoadScopeScheduling
@@ -97,6 +106,24 @@ def runtime_directory() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-"))
     yield folder
     shutil.rmtree(folder)
+
+
+@contextmanager
+def running_store_apart(model: str, *, environ: Mapping[str, str], log: Path) -> Iterator[list[str]]:
+    """A store whose arena is in a folder that no worker knows, and from which other stores may copy; the flags of its
+    gateways."""
+    folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/dev/shm"))
+    address, directory = f"unix:{folder}/store.sock", ["--arena-directory", str(folder)]
+    medialane = [sys.executable, "-m", "medialane", "store", model, "--listen", address]
+    flags = [*STORE_FLAGS, *directory, "--peer-listen", "tcp://127.0.0.1:0", "--", *SERVER_FLAGS]
+    process = launch([*medialane, *flags], environ=environ, log=log)
+    try:
+        yield ["--store", address, *directory]
+    finally:
+        process.terminate()
+        status = process.wait(STOP_S)
+        shutil.rmtree(folder)
+    assert status == 0
 
 
 @pytest.fixture(scope="session")

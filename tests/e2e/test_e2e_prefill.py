@@ -14,10 +14,11 @@ from contextlib import ExitStack, suppress
 import aiohttp
 import pytest
 import pytest_asyncio
+from kept_blocks import LEASE_S, nothing_is_kept
 from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S, MedialaneProcess, kill
 from openai_http import OpenAiHttp, assert_same, chat, data_url, picture, text, video
 from process_tree import descendants, resident_bytes_of_arenas, suspended
-from shared_servers import LOG_FLAGS, SERVER_FLAGS, STORE_FLAGS
+from shared_servers import LOG_FLAGS, MEDIA_FLAGS, SERVER_FLAGS, STORE_FLAGS, running_store_apart
 from tiny_families import FAMILIES
 
 from adapter_files import FLAGS as ADAPTER_FLAGS
@@ -38,8 +39,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 #: Tokens of a KV block on a CPU: ExampleConnector transfers whole ones, and not the last of a prompt.
 BLOCK = 128
 
-#: NIXL's: the worker that has computed a prompt keeps its blocks for a reader that is lost.
-LEASE_S = 30
 NUM_LEAVING = 40
 
 #: What the kernel maps around a page that is read, at most.
@@ -102,24 +101,27 @@ def connector(request):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def split_serve(
-    connector, adapter, tiny_model, plain_vllm, server_flags, vllm_environ, runtime_directory, tmp_path_factory
-):
+async def split_serve(vllm_flags, tiny_model, plain_vllm, vllm_environ, runtime_directory, tmp_path_factory):
     """The command, with each connector."""
-    folder = tmp_path_factory.mktemp("prefill")
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
         ["--prefill", "1", "--decode", "1", "--prefill-at", "prefill", "--verbose", *LOG_FLAGS, *STORE_FLAGS],
-        [*server_flags, *ADAPTER_FLAGS, "--lora-modules", adapter, *CONNECTORS[connector](folder)],
+        vllm_flags,
         environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
-        log=folder / "serve.log",
+        log=tmp_path_factory.mktemp("prefill") / "serve.log",
     )
     await process.answers()
     client = OpenAiHttp(process.base_url, process.model)
     await eventually(lambda: both_ready(client), "both workers are ready", START_S)
     yield process
     process.stop()
+
+
+@pytest.fixture(scope="module")
+def vllm_flags(connector, adapter, server_flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blocks")
+    return [*server_flags, *ADAPTER_FLAGS, "--lora-modules", adapter, *CONNECTORS[connector](folder)]
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +220,44 @@ async def test_completion_of_text_is_plain_vllms(split, plain):
     assert (await outcomes(split))["split"] == before + 1
 
 
+#: Of a gateway whose store is another one: the worker of the answer gets no media, but for the last two.
+ELSEWHERE = {
+    "image": chat(picture(780), ASK),
+    "two images": chat(picture(781), picture(782, 640, 200), ASK),
+    "video": chat(video(783), ASK),
+    "two choices": chat(picture(784), ASK, n=2, temperature=0.8, seed=5),
+    "grammar": chat(picture(785), ASK, response_format=FORMAT),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def apart(connector, split_serve, vllm_flags, vllm_environ, tmp_path_factory):
+    """A client of a gateway with the same workers."""
+    if connector != "nixl":
+        pytest.skip("of the product's connector")
+    folder = tmp_path_factory.mktemp("apart")
+    workers = [word for named in split_serve.named_workers().items() for word in ("--worker", "=".join(named))]
+    with running_store_apart(split_serve.model, environ=vllm_environ, log=folder / "store.log") as store:
+        flags = [*workers, *store, "--prefill-at", "prefill", *MEDIA_FLAGS]
+        process = MedialaneProcess.spawn(
+            "gateway", split_serve.model, flags, vllm_flags, environ=vllm_environ, log=folder / "gateway.log"
+        )
+        await process.answers()
+        client = OpenAiHttp(process.base_url, process.model)
+        await eventually(lambda: both_ready(client), "it has both workers", START_S)
+        yield client
+        process.stop()
+
+
+@pytest.mark.parametrize("body", ELSEWHERE.values(), ids=ELSEWHERE)
+async def test_answer_is_plain_vllms_if_its_media_are_on_another_host(apart, plain, body):
+    answer = await apart.succeed({**body, "medialane": {"report": True}})
+    report = answer.json.pop("medialane")
+    assert (report["transport"], report["prefill"]["outcome"]) == ("pull", "split")
+    assert report["prefill"]["transferred_tokens"] > BLOCK
+    assert_same(answer.json, (await plain.succeed(body)).json)
+
+
 async def test_parameters_of_clients_reach_no_connector(split, plain):
     """They could name any host."""
     theirs = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_host": "203.0.113.1", "remote_port": 1}
@@ -232,18 +272,6 @@ def nixl(connector, split):
     if connector != "nixl":
         pytest.skip("of the product's connector")
     return split
-
-
-async def kv_usage(client):
-    """How much of the KV caches is in use; blocks that are kept for another worker are."""
-    return sum(s.value for s in (await client.metrics()).samples if s.name == "vllm:kv_cache_usage_perc")
-
-
-async def nothing_is_kept(client, within_s):
-    async def is_free():
-        return not await kv_usage(client)
-
-    await eventually(is_free, "all KV blocks are free", within_s)
 
 
 async def test_clients_that_leave_leave_no_blocks_behind(nixl, plain):

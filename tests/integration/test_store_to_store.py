@@ -6,19 +6,23 @@ import asyncio
 import gc
 import json
 import tempfile
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
-from gateway_parts import FakeWorker, Parts, png, prompt
+from gateway_parts import FakeWorker, Parts, png, prompt, request
 from host_store import HostStore
 from msgspec.structs import replace
 
+from embedding_memory import ENCODER_CARD
+from fake_engine import FakeContinuable, KvBlocks
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import GatewayConfig, HandoverConfig, open_scope
 from medialane.gateway.intake import ExtractedMedia
 from medialane.gateway.records import request_report
+from medialane.routing import RoutingConfig
 from medialane.store import StoreGrants
 from medialane.transfer import StillWriting
+from medialane.types.errors import WorkerLost
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -236,3 +240,75 @@ async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, pre
             await answering
         await eventually(lambda: other_host.arena.stats().num_reservations == 0)
         await eventually(lambda: arena.stats().num_leases == 0, "the source's hold has ended")
+
+
+class Split:
+    """A worker of the gateway's host that computes prompts, `p`, and one of the other host that continues them, `d`."""
+
+    def __init__(self, parts: Parts, p: FakeWorker, d: FakeWorker) -> None:
+        self.parts, self.p, self.d = parts, p, d
+
+    async def answer(self, *, obstacle: str | None = "", **params: object) -> list[int]:
+        """With None as obstacle, as one that can in no way go on elsewhere."""
+        with open_scope():
+            prepared = await self.parts.gateway.prepare(prompt(png(), png(seed=1)))
+            wanted = request("r", prepared.token_ids, **params)
+            rest = None if obstacle is None else FakeContinuable(wanted.sampling_params, obstacle)
+            async with asyncio.timeout(10), aclosing(self.parts.gateway.generate(wanted, prepared, rest)) as deltas:
+                return [token async for delta in deltas for token in delta.completions[0].token_ids]
+
+    @property
+    def num_encoded(self) -> tuple[int, int]:
+        return self.p.engine.num_encoded, self.d.engine.num_encoded
+
+
+@pytest.fixture
+async def right(arena, preparers, worker):
+    """The answer of one worker to what `Split` asks."""
+    async with parts_for(arena, preparers, [worker]) as near:
+        return await Split(near, worker, worker).answer()
+
+
+@pytest.fixture
+async def split(arena, preparers, other_host, right):
+    blocks, routing = KvBlocks(), RoutingConfig(prefill_at="prefill", split_tokens=1)
+    cards = {role: replace(ENCODER_CARD, role=role, kv_group="group") for role in ("prefill", "decode")}
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        p = FakeWorker(f"{folder}/p.sock", arena=arena, card=cards["prefill"], kv_blocks=blocks)
+        await p.start()
+        d = await other_host.worker(card=cards["decode"], kv_blocks=blocks)
+        async with parts_for(arena, preparers, [p, d], routing=routing) as parts:
+            yield Split(parts, p, d)
+        await p.close()
+
+
+async def test_media_of_a_prompt_whose_blocks_are_read_are_not_pulled(split, other_host, right):
+    assert await split.answer() == right
+    assert (other_host.num_pulls, split.num_encoded) == (0, (2, 0))
+
+
+async def test_media_of_a_prompt_whose_blocks_cannot_be_read_are_pulled(split, other_host, right):
+    split.d.engine.kv_blocks.is_broken = True
+    assert await split.answer() == right
+    assert (other_host.num_pulls, split.num_encoded) == (2, (2, 2))
+
+
+@pytest.mark.parametrize("obstacle", [None, "structured output"])
+async def test_media_of_an_answer_that_could_not_go_on_elsewhere_are_pulled(split, other_host, right, obstacle):
+    """Its engine may have to compute the prompt again."""
+    assert await split.answer(obstacle=obstacle) == right
+    assert (other_host.num_pulls, split.num_encoded) == (2, (2, 0))
+
+
+async def test_answer_whose_prompt_must_be_computed_again_goes_on_where_its_media_are(split, other_host, right):
+    generate = split.d.engine.generate
+
+    async def preempted(request, *args):
+        async for delta in generate(request, *args):
+            yield delta
+            if request.without_media:
+                raise WorkerLost("the engine has no media to compute the prompt again")
+
+    split.d.engine.generate = preempted
+    assert await split.answer() == right
+    assert (other_host.num_pulls, split.num_encoded) == (0, (4, 0))

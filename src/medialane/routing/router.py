@@ -210,11 +210,13 @@ class Router:
         """Select the slot that computes a prompt for the chosen one, or return why that does it itself."""
         slot, request, costs = self._slots[choice.slot], whole.request, self._state.costs
         num_transferred = request.num_tokens - choice.tokens
-        asked = msgspec.structs.replace(request, prefill_for=slot.kv_group, rank=None, session_id=None)
-        if slot.prefills or not slot.kv_group or not self._slots.candidates(asked):
+        if slot.prefills or not slot.kv_group:
             return None, "no_prefill_worker"
         if num_transferred < self.config.split_tokens:
             return None, "few_tokens"
+        asked = msgspec.structs.replace(request, prefill_for=slot.kv_group, rank=None, session_id=None)
+        if not self._slots.candidates(asked):
+            return None, "no_prefill_worker"
         scoring_input, chosen = self._choose(asked)
         if self.config.prefill_at == "auto":
             at, own = self._slots[chosen.slot], costs.terms(whole, slot, choice.tokens)

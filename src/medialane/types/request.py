@@ -101,7 +101,9 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     `generated` are the tokens that the answer has had at an earlier worker: they follow the prompt once that is
     rendered and validated, since a placeholder's id among them is no item, and the output begins behind them.
 
-    With `kv_transfer`, two workers share the work: one computes the prompt, the other one continues it.
+    With `kv_transfer`, two workers share the work: one computes the prompt, the other one continues it. If that comes
+    `without_media`, its features have headers alone, and it fails if an item must be computed: with HandoverFailed, or
+    WorkerLost once it has output.
     """
 
     request_id: str
@@ -120,6 +122,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: bytes | None = None
     cumulative: bool = False
     has_passed_holds: bool = False
+    without_media: bool = False
     is_pooling: bool = False
     reads_prefix_cache: bool = True
     generated: list[int] = []

@@ -52,7 +52,7 @@ from medialane.types.stats import MetricChanges, PendingWork
 from medialane.wire.connection import UNREADABLE, other_version
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

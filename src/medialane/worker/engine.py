@@ -72,10 +72,10 @@ class Engine(Protocol):
 
         Raises InvalidFeature, PromptRejected, another InvalidRequest or Unavailable before the request reaches the
         engine core; HandoverFailed if the engine core cannot read the tensors; GenerationFailed if it fails the
-        request, WorkerLost if it dies. Once the generator has ended, also by `aclose` or cancellation, the engine no
-        longer reads tensors of the request; the generator does not end before the engine confirms that. If it is
-        cancelled, KV blocks that it was to read are released; it may have an output more, with `kv_params` that
-        another worker is to release.
+        request, WorkerLost if it dies, or needs tensors once more that it cannot read. Once the generator has ended,
+        also by `aclose` or cancellation, the engine no longer reads tensors of the request; the generator does not end
+        before the engine confirms that. If it is cancelled, KV blocks that it was to read are released; it may have an
+        output more, with `kv_params` that another worker is to release.
         """
         ...
 

@@ -12,8 +12,8 @@ def tensor(number):
     return TensorDescriptor(TensorSpec("float32", (4, 8)), ArenaRange("a" * 32, 4096 * number, 256, number), 64)
 
 
-def sent(name, *, loads=(), fills=()):
-    return msgspec.msgpack.encode(EmbeddingPlan(name, dict(loads), dict(fills)))
+def sent(name, *, loads=(), fills=(), absent=()):
+    return msgspec.msgpack.encode(EmbeddingPlan(name, dict(loads), dict(fills), list(absent)))
 
 
 class World:
@@ -89,6 +89,19 @@ def test_request_that_is_past_its_items_is_not_checked(world):
     world.freed += [tensor(1), tensor(2)]
     assert world.consider("r", data, items=("a", "b"), computed=20)
     assert not world.consider("r", data, items=("a", "b"), computed=19)
+
+
+def test_request_without_media_is_scheduled_as_long_as_all_of_them_are_computed(world):
+    data = sent("r", absent=["a", "b"])
+    assert world.consider("r", data, items=("a", "b"), computed=20)
+    assert not world.schedule.has("a")
+    assert not world.consider("r", data, items=("a", "b"), computed=19)
+    assert (world.schedule.take_refused(), world.refused) == ({"r-1"}, ["r"])
+
+
+def test_request_without_media_whose_blocks_are_not_there_fails_at_once(world):
+    assert not world.consider("r", sent("r", absent=["a"]))
+    assert world.schedule.take_refused() == {"r-1"}
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode(["r"]), msgspec.msgpack.encode(7)], ids=repr)

@@ -24,7 +24,7 @@ import msgspec
 from medialane.gateway.admission import OldestFirst, Queues, Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.records import EmbeddingOutcome, PrefillOutcome, PrefillReport
-from medialane.gateway.request.handover_paths import HandoverPath, Transports, prompt_for
+from medialane.gateway.request.handover_paths import HandoverPath, Transports, described, prompt_for
 from medialane.gateway.request.route import Route, Routes
 from medialane.gateway.request.scope import RequestScope, while_connected
 from medialane.gateway.request.store_items import StoreItems
@@ -276,8 +276,10 @@ class Dispatcher:
         timeline = call.scope.timeline
         self._num_sent += 1
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
-        prompt, has_passed_holds = request.prompt, False
-        if prepared is not None and path is not None:
+        prompt, has_passed_holds, without_media = request.prompt, False, self._needs_no_media(call)
+        if prepared is not None and without_media:
+            prompt = described(prompt.token_ids, prepared)
+        elif prepared is not None and path is not None:
             if not path.stage.is_processed or path.transport.needs_remote_store:
                 # Other requests may be routed while its media are being fetched, or granted to another host.
                 self.begin(call, is_sent=False)
@@ -294,6 +296,7 @@ class Dispatcher:
             prompt=prompt,
             data_parallel_rank=route.data_parallel_rank,
             has_passed_holds=has_passed_holds,
+            without_media=without_media,
             trace_headers=trace_headers,
         )
         remote = route.link.submit(sent)
@@ -302,6 +305,16 @@ class Dispatcher:
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
         call.scope.defer(remote.abort)
         return remote
+
+    def _needs_no_media(self, call: Call) -> bool:
+        """Whether a worker of another host, which reads the KV blocks of the prompt, gets the request without its
+        media. Its engine fails it if it must compute an item again: then it is sent with them, or goes on elsewhere."""
+        path, card, rest = call.paths[0], call.route.link.encoder_card, call.continuable
+        if call.prefilled is None or call.prepared is None or path is None or card is None or rest is None:
+            return False
+        can_go_on = rest.num_choices == 1 and not rest.obstacle and self._config.migration_limit > 0
+        is_known = all(placed.feature.modality in card.widths for placed in call.prepared.features)
+        return path.transport.needs_remote_store and can_go_on and is_known
 
     def begin(self, call: Call, *, is_sent: bool = True) -> None:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)

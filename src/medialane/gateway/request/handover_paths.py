@@ -208,6 +208,12 @@ async def prompt_for(
     return UnexpandedPrompt(token_ids, tuple(sent), source.options, stage.name, encoder_token_ids)
 
 
+def described(token_ids: list[int], prepared: PreparedPrompt) -> ExpandedPrompt:
+    """Return the prompt for a worker that needs no tensor of its media."""
+    payloads = (replace(feature_payload(each, 0.0), tensors=(), embedding=None) for each in prepared.features)
+    return ExpandedPrompt(token_ids, tuple(payloads), prepared.source.options, prepared.encoder_token_ids)
+
+
 def feature_payload(placed: PlacedFeature, encoder_ms_per_token: float) -> MediaPayload:
     """Return a feature with its position in the expanded prompt. `encoder_ms_per_token` is the expected time of
     encoding one embedding: a worker waits as long for another one that is encoding the same item."""

@@ -15,13 +15,7 @@ from medialane.gateway.workers.client import RemoteRequest, RpcClient
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.runtime.tasks import Backoff
-from medialane.types.errors import (
-    MedialaneError,
-    NoWorkerReady,
-    ProtocolViolation,
-    StartupFailed,
-    WorkerLost,
-)
+from medialane.types.errors import MedialaneError, NoWorkerReady, ProtocolViolation, StartupFailed, WorkerLost
 from medialane.types.request import (
     ENCODER,
     PREFILL,

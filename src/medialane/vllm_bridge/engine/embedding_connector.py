@@ -54,11 +54,13 @@ logger = logging.getLogger(__name__)
 
 class EmbeddingPlan(msgspec.Struct, frozen=True, array_like=True):
     """The embeddings of one request by mm_hash, as sent to EngineCore: to be loaded, or to be saved if the item is
-    encoded. `request_id` is the request's id in the front end."""
+    encoded; of items that are `absent` there is nothing, so that the KV blocks of all of them must be there.
+    `request_id` is the request's id in the front end."""
 
     request_id: str
     loads: dict[str, TensorDescriptor]
     fills: dict[str, TensorDescriptor]
+    absent: list[str] = []
 
 
 _DECODER = msgspec.msgpack.Decoder(EmbeddingPlan)
@@ -93,6 +95,14 @@ def request_embeddings(
     for mm_hash in plan.loads:  # of two equal items, one may have been encoded meanwhile
         plan.fills.pop(mm_hash, None)
     return _ENCODER.encode(plan) if plan.loads or plan.fills else None
+
+
+def absent_media(request_id: str, features: Sequence[MediaPayload], encoder: EncoderCard | None) -> bytes:
+    """Return the plan of a request that comes without its media. Raises HandoverFailed if the engine needs more of them
+    than their small fields."""
+    if encoder is None or any(feature.modality not in encoder.widths for feature in features):
+        raise HandoverFailed("this engine needs the media of its requests")
+    return _ENCODER.encode(EmbeddingPlan(request_id, {}, {}, [feature.mm_hash for feature in features]))
 
 
 def _fault(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None, arenas: Container[str]) -> str:
@@ -157,7 +167,7 @@ class EmbeddingSchedule:
         if registered is None:
             return True
         plan, end = registered
-        if num_computed_tokens >= end or all(map(self._is_readable, plan.loads.values())):
+        if num_computed_tokens >= end or (not plan.absent and all(map(self._is_readable, plan.loads.values()))):
             return True
         return self._fail(request_id)
 
@@ -171,14 +181,14 @@ class EmbeddingSchedule:
             self._loads.setdefault(mm_hash, {})[request_id] = tensor
         if embeddings.fills:
             self._step.fills[request_id] = dict(embeddings.fills)
-        end = max((ends.get(mm_hash, 0) for mm_hash in embeddings.loads), default=0)
+        end = max((ends.get(mm_hash, 0) for mm_hash in (*embeddings.loads, *embeddings.absent)), default=0)
         self._requests[request_id] = embeddings, end
         return embeddings, end
 
     def _fail(self, request_id: str) -> bool:
         if (registered := self._requests.get(request_id)) is not None:
             self._refuse(registered[0].request_id)
-        logger.warning("an embedding of request %s cannot be loaded", request_id)
+        logger.warning("an item of request %s can neither be loaded nor encoded", request_id)
         self._refused.add(request_id)
         self._num_failed += 1
         self.end(request_id)

@@ -574,13 +574,14 @@ class VllmEngine:
     async def _check_cause(
         self, request: EngineRequest, output: RequestOutput | PoolingRequestOutput, *, reads_arena: bool, first: bool
     ) -> None:
-        """EngineCore says only that a request has failed. Raise HandoverFailed if it could not read its items from the
-        arenas, and InvalidGrammar if it could not compile its grammar, or no first token satisfied that: vLLM's front
-        end has only parsed it."""
+        """EngineCore says only that a request has failed. Raise HandoverFailed if it could not read its items (once its
+        answer has begun WorkerLost: it may go on elsewhere), and InvalidGrammar if it could not compile its grammar, or
+        no first token satisfied that: vLLM's front end has only parsed it."""
         if reads_arena and any(
             await self._ask("medialane_refused", request.request_id, timeout_s=self._release_timeout_s)
         ):
-            raise HandoverFailed("the engine could not read the features from the arena")
+            why = "the engine could not read the features from the arena"
+            raise HandoverFailed(why) if first else WorkerLost(why)
         if first and request.kv_transfer is not None:  # if it is something else, it fails again
             raise HandoverFailed("the engine has failed a request with KV blocks of another one")
         connector = self.llm.vllm_config.kv_transfer_config

@@ -21,7 +21,7 @@ from medialane.types.feature import EmbeddingUse, MediaPayload, MediaSpan
 from medialane.types.request import EngineRequest, ExpandedPrompt, UnexpandedPrompt
 from medialane.types.tensor import TensorDescriptor
 from medialane.vllm_bridge.engine import embedding_connector
-from medialane.vllm_bridge.engine.embedding_connector import request_embeddings
+from medialane.vllm_bridge.engine.embedding_connector import absent_media, request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.kv_transfer import FOR_CONNECTOR, apply_transfer
 from medialane.vllm_bridge.engine.unexpanded_prompt import UnexpandedRenderer
@@ -116,10 +116,12 @@ class RequestReader:
     def embeddings(self, request: EngineRequest, uses: Sequence[EmbeddingUse | None]) -> bytes | None:
         """Return what `params` sends of the request's embeddings; None if there are none. Raises HandoverFailed,
         InvalidFeature."""
-        if not any(uses):
+        if not any(uses) and not request.without_media:
             return None
         if not isinstance(request.prompt, ExpandedPrompt):
             raise HandoverFailed("only processed items have embeddings")
+        if request.without_media:
+            return absent_media(request.request_id, request.prompt.features, self._embeddings.card)
         return request_embeddings(
             request.request_id,
             request.prompt.features,
@@ -157,7 +159,8 @@ class RequestReader:
             return await self.renderer.render(request, prompt, tensors)
         if not prompt.features:
             return tokens_input(prompt.token_ids, prompt=request.prompt_text, cache_salt=request.cache_salt)
-        is_loaded = [use is not None and use.is_filled for use in embeddings or [None] * len(prompt.features)]
+        uses = embeddings or [None] * len(prompt.features)
+        is_loaded = [request.without_media or (use is not None and use.is_filled) for use in uses]
         return self._with_features(request, prompt, tensors, is_loaded)
 
     def _with_features(
