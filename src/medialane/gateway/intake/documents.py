@@ -83,14 +83,15 @@ _FORMS: Mapping[str, PartForm] = {
 
 
 class SentDocument(msgspec.Struct, frozen=True):
-    """A document that is to be opened: reference `number` of the body stands for its part. `heading` precedes the text
-    of its first page."""
+    """A document that is to be opened: reference `number` of the body, in its `prompt`, stands for its part. `heading`
+    precedes the text of its first page."""
 
     ref: MediaRef
     options: DocumentOptions
     form: PartForm
     heading: str = ""
     number: int = 0
+    prompt: int = 0
 
 
 #: Of a document, beside its data.
@@ -171,7 +172,6 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         return SentDocument(ref, options, form, heading), [(place.start, place.end, reference)]
 
     def _file(self, part: msgspec.Raw) -> _Sent:
-        """Raises EmptyMedia, InvalidRequest, and the exceptions in UNREADABLE."""
         is_inside = self.kind == "file"
         value, names = (decode_members(part)["file"], _FILE) if is_inside else (part, _INPUT_FILE)
         members = known_members(value, names, self.param)
@@ -181,7 +181,6 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         raise EmptyMedia(f"a file needs {' or '.join(name for name in _GIVEN if name in names)}", param=self.param)
 
     def _document(self, part: msgspec.Raw) -> _Sent:
-        """Raises InvalidRequest, and the exceptions in UNREADABLE."""
         outer = self.param.removesuffix(".source")
         block = known_members(part, _BLOCK, outer)
         source = known_members(block["source"], _SOURCE, self.param)

@@ -204,12 +204,9 @@ class StoreItems:
 
     async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
         """Return a document with the pages that are wanted: the reference to each is `ref` with the document's content
-        hash and the page's `io`. Nothing is rendered.
-
-        The store is asked once for bytes that clients send with each turn of a chat; always for a URL, whose content may
-        have changed. Raises InvalidDocument, TooManyPages, MediaTooLarge, InvalidRequest for options that make no sense,
-        and what finding its bytes raises.
-        """
+        hash and the page's `io`. Nothing is rendered. The store is asked once for bytes that a client sends with each
+        turn of a chat; always for a URL, whose content may have changed. Raises as `media.open_document`, and what
+        finding the bytes raises."""
         timeline = RequestTimeline()
         asked, num_bytes = await self._hashed(ref, timeline)
         key = asked.content, asked.salt, options
