@@ -47,8 +47,7 @@ _ID_TYPES: Mapping[str, str | None] = {"pdf": PDF_TYPE, "text": TEXT_TYPE, "imag
 _PDF_MAGIC, _PDF_HEAD_BYTES = b"%PDF-", 1024
 #: Of DOCX, XLSX, PPTX and other archives, and of older Office files.
 _OFFICE_MAGIC = (b"PK\3\4", b"\xd0\xcf\x11\xe0")
-#: Of an option, to be sent to the store.
-_MAX_COUNT = 1 << 31
+_MAX_COUNT = 1 << 31  # of an option, to be sent to the store
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif", ".bmp")
 #: Between the name of a document and of its page in `MediaRef.param`, as in URLs (RFC 8118).
 PAGE_MARK = "#page="
@@ -264,7 +263,6 @@ def _path(param: str) -> tuple[str, ...]:
 
 
 def _text_edits(part: Located, text: Located, form: PartForm, heading: str) -> list[Edit]:
-    """Return the edits that leave of a part a heading and its text, or its blocks, whose bytes stay."""
     headings = form.texts(heading)
     if text.raw[0] == QUOTE:
         before, after = form.text.split(b"%b")
