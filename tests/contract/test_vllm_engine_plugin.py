@@ -390,7 +390,6 @@ WHERE = {
         pytest.param(msgspec.msgpack.encode([]), id="no header"),
         pytest.param(wire_of(b""), id="empty header"),
         pytest.param(wire_of(b"\x80", WHERE), id="header of no fields"),
-        pytest.param(wire_of(HEADER), id="no tensor"),
         pytest.param(wire_of(HEADER, WHERE), id="arena that is not mapped"),
         pytest.param(wire_of(HEADER, WHERE | {"offset": -64}), id="before its entry"),
         pytest.param(b"\x91" * 5000, id="deep"),
@@ -437,6 +436,15 @@ def test_arena_item_behaves_like_a_plain_item(arena, entry):
     item = ArenaItem(HEADER, [entry], [arena.view.tensor(entry)])
     assert list(copy.copy(item)) == list(item.copy()) == list(item) == ["pixel_values"]
     assert torch.equal(item.get_data()["pixel_values"].view(-1), torch.arange(5000, dtype=torch.float32))
+
+
+def test_item_whose_embedding_is_loaded_travels_with_its_small_fields_alone():
+    fields = {"pixel_values": torch.zeros(5000), "image_grid_thw": torch.tensor([1, 20, 28])}
+    elems = {name: MultiModalFieldElem(data, MultiModalBatchedField()) for name, data in fields.items()}
+    item = ArenaItem(encode_item(MultiModalKwargsItem(elems))[0])
+    (found,) = received([bytes(frame) for frame in ArenaEncoder().encode(request(item))]).mm_features
+    assert list(found.data) == list(item) == ["image_grid_thw"]
+    assert found.data["image_grid_thw"].data.tolist() == [1, 20, 28]
 
 
 def test_item_with_tensors_not_matching_its_header_is_not_built(arena, entry):

@@ -30,7 +30,7 @@ from medialane.types.errors import (
 )
 from medialane.types.feature import MediaPrompt
 from medialane.types.hashing import content_hash
-from medialane.types.media import PDF_TYPE, Alias, DocumentOptions, MediaRef
+from medialane.types.media import PDF_TYPE, DocumentOptions, MediaRef
 from pdf_maker import IMAGE, bomb, with_image
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -117,12 +117,35 @@ async def test_second_turn_renders_nothing_and_asks_no_preparer(arena, preparers
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
-async def test_second_turn_asks_the_store_twice_for_any_number_of_pages(arena, preparers, worker, stage):
+async def test_second_turn_asks_the_store_once_for_any_number_of_pages(arena, preparers, worker, stage):
     async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
-        await ask(parts, document())
+        first, _ = await ask(parts, document())
         before = parts.store.link.num_calls
-        await ask(parts, document())
-        assert parts.store.link.num_calls - before == 2
+        assert (await ask(parts, document()))[0] == first
+        assert parts.store.link.num_calls - before == 1
+
+
+async def test_document_is_opened_anew_for_other_options_and_another_salt(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        for ref, options in ((document(), SMALL), (document(), DocumentOptions(dpi=48)), (document(salt="b"), SMALL)):
+            before = parts.store.link.num_calls
+            opened = [await parts.store_items.open_document(ref, options) for _ in range(2)]
+            assert parts.store.link.num_calls - before == 1
+            assert opened[0] == opened[1]
+
+
+async def test_document_is_opened_anew_once_the_store_says_that_another_release_has_opened_it(
+    arena, preparers, worker, monkeypatch
+):
+    async with Parts(arena, preparers, [worker]) as parts:
+        opened, _ = await ask(parts, document())
+        stale = replace(opened.pages[0].io, renderer="pdfium-1", width=opened.pages[0].io.width + 1)
+        page = replace(pages(document(), opened)[0], io=json.encode(stale))
+        with open_scope(), pytest.raises(Unavailable, match="send the request again"):
+            await parts.answer(prompt([page]))
+        before = parts.store.link.num_calls
+        await parts.store_items.open_document(document(), SMALL)
+        assert parts.store.link.num_calls - before == 1
 
 
 async def test_only_the_new_page_of_another_edition_is_rendered(arena, preparers, worker):
@@ -210,15 +233,6 @@ async def test_document_sent_as_an_image_is_refused_with_advice_whether_or_not_i
             with open_scope(), pytest.raises(UnsupportedMediaType, match="send it as a document"):
                 await parts.answer(prompt([as_image]))
             await ask(parts, document())
-
-
-async def test_alias_stands_for_a_document(arena, preparers, worker):
-    named = Alias("paper", "document", owner="me")
-    async with Parts(arena, preparers, [worker]) as parts:
-        first, _ = await ask(parts, document(alias=named))
-        again = MediaRef("image", PARAM, media_type=PDF_TYPE, alias=named)
-        opened, timeline = await ask(parts, again)
-        assert (opened, timeline.cache) == (first, "hit")
 
 
 async def test_page_that_takes_too_long_costs_its_own_request_alone(arena, worker):

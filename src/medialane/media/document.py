@@ -113,10 +113,8 @@ def open_document(data: memoryview, content: str, options: DocumentOptions, conf
             width, height = _pixels(document.size(number), options, config)
             text = document.text(number) if options.text else ""
             if (room := room - len(text.encode())) < 0:
-                raise MediaTooLarge(
-                    f"the text of the document's pages has more than {config.max_document_text_bytes} bytes:"
-                    " choose fewer pages, or none of their text"
-                )
+                message = f"the text of the document's pages has more than {config.max_document_text_bytes} bytes"
+                raise MediaTooLarge(f"{message}: choose fewer pages, or none of their text")
             pages.append(DocumentPage(PageIo(digests[number], height, number, renderer(), width), text))
         return OpenedDocument(content, document.num_pages, tuple(pages))
 
@@ -137,15 +135,12 @@ def pages_wanted(options: DocumentOptions, num_pages: int, config: MediaConfig) 
     ranges = _ranges(options.pages, num_pages)
     wanted = {number for first, last in ranges for number in range(first, min(last, first + most) + 1)}
     if len(wanted) > most:
-        number = (
-            f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
-        )
-        raise TooManyPages(f"{number}, more than {most}: choose some by `pages`")
+        what = f"pages {options.pages} of the document are" if options.pages else f"the document has {num_pages} pages"
+        raise TooManyPages(f"{what}, more than {most}: choose some by `pages`")
     return sorted(wanted)
 
 
 def _ranges(pages: str, num_pages: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last page of each range. Raises InvalidRequest."""
     if not pages:
         yield 1, num_pages
         return
@@ -163,14 +158,12 @@ def _ranges(pages: str, num_pages: int) -> Iterator[tuple[int, int]]:
 
 
 def _pixels(points: tuple[float, float], options: DocumentOptions, config: MediaConfig) -> tuple[int, int]:
-    """Return width and height of a page of this size once it is rendered."""
     most = min(options.max_pixels or config.max_page_pixels, config.max_page_pixels, config.max_image_pixels)
     scale = (options.dpi or config.document_dpi) / POINTS_PER_INCH
     width, height = (max(1, math.ceil(side * scale)) for side in points)
-    if width * height <= most and max(width, height) <= config.max_image_side:
-        return width, height
-    scale = min(math.sqrt(most / (points[0] * points[1])), config.max_image_side / max(points))
-    width, height = (max(1, int(side * scale)) for side in points)
+    if width * height > most or max(width, height) > config.max_image_side:
+        scale = min(math.sqrt(most / (points[0] * points[1])), config.max_image_side / max(points))
+        width, height = (max(1, int(side * scale)) for side in points)
     return width, height
 
 
@@ -196,8 +189,6 @@ def renderer() -> str:
 
 
 class _Document:
-    """An open document."""
-
     def __init__(self, handle: Any, fields: Any, num_bytes: int) -> None:
         self._lib = _pdfium()
         self._handle = handle
@@ -235,7 +226,6 @@ class _Document:
         return size.width, size.height
 
     def render(self, number: int, width: int, height: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the pixels of a page, RGB, on white."""
         lib = self._lib
         pixels = np.empty((height, width, 3), np.uint8)
         with self._page(number) as page:
@@ -281,7 +271,6 @@ class _Document:
         return digests
 
     def _written(self, number: int) -> bytes:
-        """Return a document of this page alone; nothing if PDFium cannot write it."""
         lib, pieces = self._lib, list[bytes]()
 
         def write(_file: int, piece: int, num_bytes: int) -> int:

@@ -155,10 +155,7 @@ class PreparerPool:
         return cast("MediaSize", (await self._open(encoded, OpenItem(0, encoded.value, io=io))).size)
 
     async def open_document(self, encoded: Pin[EncodedMedia], options: DocumentOptions) -> OpenedDocument:
-        """Return a document with the pages that are wanted (`media.open_document`).
-
-        Ownership, cancellation and other errors are as for `prepare_item`.
-        """
+        """Return a document with the pages that are wanted (`media.open_document`). The rest as for `prepare_item`."""
         wanted = OpenItem(0, encoded.value, pages=options)
         return cast("OpenedDocument", (await self._open(encoded, wanted)).document)
 

@@ -6,10 +6,10 @@ form, or a URL known to be unchanged need neither a download nor a copy.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -40,6 +40,7 @@ from medialane.types.errors import (
 from medialane.types.feature import Feature
 from medialane.types.hashing import decoded_key, embedding_key, feature_key, merged_options
 from medialane.types.media import (
+    MAX_DOCUMENTS_BYTES,
     Alias,
     DocumentOptions,
     EncodedMedia,
@@ -73,9 +74,6 @@ _MAX_SIZES_BYTES = 16 * 1024 * 1024
 
 #: Of an entry besides its header and metadata.
 _ENTRY_BYTES = 512
-
-#: Bytes of opened documents that are kept, mostly the text of their pages.
-_MAX_DOCUMENTS_BYTES = 32 * 1024 * 1024
 
 #: Longer options are a client's, and are not kept.
 _MAX_OPTIONS_BYTES = 256
@@ -155,7 +153,7 @@ class Items:
         self._measuring: SingleFlight[object, MediaSize] = SingleFlight()
         self._described: LRUCache[object, Described | None] = LRUCache(_MAX_SIZES_BYTES, getsizeof=_described_bytes)
         self._describing: SingleFlight[object, Described | None] = SingleFlight()
-        self._documents: LRUCache[str, OpenedDocument] = LRUCache(_MAX_DOCUMENTS_BYTES, getsizeof=_document_bytes)
+        self._documents: LRUCache[str, OpenedDocument] = LRUCache(MAX_DOCUMENTS_BYTES, getsizeof=attrgetter("nbytes"))
         self._opening: SingleFlight[str, OpenedDocument] = SingleFlight()
         self._aliases = aliases
         self.leases = leases
@@ -215,8 +213,6 @@ class Items:
                     opened = await self._opening.do(key, lambda: self._open(ref, content, options))
                 with suppress(ValueError):  # too large to be kept
                     self._documents[key] = opened
-            if ref.alias is not None and (ref.url is not None or source.upload is not None):
-                self._aliases.bind(ref.salt, ref.alias, content)
         return opened
 
     async def _open(self, ref: MediaRef, content: str, options: DocumentOptions) -> OpenedDocument:
@@ -519,10 +515,6 @@ def _size_key(ref: MediaRef, content: str) -> tuple[str, Modality]:
 
 def _document_key(ref: MediaRef, content: str, options: DocumentOptions) -> str:
     return decoded_key(content=content, io=msgspec.json.encode(options), salt=ref.salt)
-
-
-def _document_bytes(opened: OpenedDocument) -> int:
-    return _ENTRY_BYTES + sum(_ENTRY_BYTES + sys.getsizeof(page.text) for page in opened.pages)
 
 
 def _size_bytes(size: MediaSize) -> int:

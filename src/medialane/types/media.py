@@ -206,6 +206,15 @@ class OpenedDocument(msgspec.Struct, frozen=True):
     pages: tuple[DocumentPage, ...]
     text: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        return 512 + sum(512 + 4 * len(page.text) for page in self.pages)
+
+
+#: Bytes of opened documents that a process keeps, mostly the text of their pages.
+MAX_DOCUMENTS_BYTES = 32 * 1024 * 1024
+
 
 class EncodedMedia(msgspec.Struct, frozen=True):
     """Encoded bytes in the arena. `media_type` is sniffed from the bytes, `content_hash` is their blake3-256 in hex.

@@ -63,9 +63,17 @@ async def test_short_prompt_is_expanded_on_the_event_loop(assembly, recorder):
     assert recorder.threads == [threading.main_thread()]
 
 
+async def test_prompt_is_short_if_its_images_take_few_tokens_however_many_pixels_they_have(assembly, recorder):
+    recorder.go.set()
+    pages = (Feature("image", "ab" * 32, b"", (), MediaSize(width=200, height=80_000)),) * 10
+    assert await assembly.image_cost((200, 80_000), b"{}") == ImageCost(200)
+    await assembly.assemble(prompt(), pages)
+    assert recorder.threads[-1] is threading.main_thread()
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_items", "side"),
-    [(MAX_TOKENS_ON_LOOP + 1, 1, 9), (3, MAX_ITEMS_ON_LOOP + 1, 9), (3, 1, 4000)],
+    [(MAX_TOKENS_ON_LOOP + 1, 1, 9), (3, MAX_ITEMS_ON_LOOP + 1, 9), (3, 1, 4000), (MAX_TOKENS_ON_LOOP - 1000, 1, 1000)],
 )
 async def test_long_prompt_is_expanded_in_the_thread(assembly, recorder, num_tokens, num_items, side):
     recorder.go.set()

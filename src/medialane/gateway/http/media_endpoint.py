@@ -130,8 +130,7 @@ class MediaEndpoints:
     async def _leased(
         self, scope: Scope, media: str | None = None, action: LeaseAction = "find", *, ttl_s: float | None = None
     ) -> list[LeasedMedia]:
-        """Find, renew or end a lease that the request may use; without `media`, find all of those on files. Raises
-        UnknownMedia, InvalidRequest."""
+        """Find, renew or end a lease that the request may use; without `media`, find all of those on files."""
         request = current_scope()
         owner, salt = request.owner, request.salt(salt_of(scope["headers"])) or ""
         reply = await self._link.call(lambda call_id: AskLease(call_id, owner, media, action, ttl_s, salt))
@@ -169,7 +168,6 @@ class MediaEndpoints:
         return {"hash": media, "deleted": True} if action == "end" else await self._shown(leased)
 
     async def _shown(self, media: LeasedMedia) -> Mapping[str, object]:
-        """Return the response. `expires` is in seconds since 1970."""
         is_image = media.modality == "image" and media.width
         return {
             "hash": media.hash,
@@ -182,7 +180,6 @@ class MediaEndpoints:
         }
 
     async def _create_file(self, scope: Scope, receive: Receive) -> object:
-        """Lease the file of a form, which intake has replaced by a reference."""
         request = current_scope()
         refs, upload = request.extracted.refs, request.extracted.upload
         if upload is None:
@@ -246,7 +243,6 @@ class MediaEndpoints:
                 await send(piece)
 
     async def _file(self, scope: Scope, action: LeaseAction = "find") -> LeasedMedia:
-        """Find a file, or end its lease. Raises UnknownMedia."""
         name = scope["path_params"]["file_id"]
         try:
             (media,) = await self._leased(scope, leased_hash(uploaded(name)[0]), action)
@@ -260,7 +256,6 @@ async def _send_answer(respond: _Respond, scope: Scope, receive: Receive, send: 
 
 
 def _file_object(scope: Scope, media: LeasedMedia) -> dict[str, Any]:
-    """Return the file object of the client's API."""
     created_at, expires_at = int(media.created_at), int(time.time() + media.remaining_s)
     if is_anthropic(scope):
         return {
@@ -354,6 +349,5 @@ def _ttl(fields: Mapping[str, str]) -> float | None:
 
 
 def _modality(content_type: bytes) -> Modality | None:
-    """Return the modality of a media type; None for any other type, such as the default of clients that set none."""
     kind = content_type.partition(b"/")[0].strip().lower()
-    return next((modality for modality in MODALITIES if modality.encode() == kind), None)
+    return next((each for each in MODALITIES if each.encode() == kind), None)  # many clients set a default

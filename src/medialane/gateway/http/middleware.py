@@ -320,7 +320,7 @@ class IntakeMiddleware:
         """Return what was extracted with the pages of its documents. Raises MedialaneError."""
         if self._open_document is None:
             message = "documents are not supported by this server: its model takes no images"
-            raise InvalidRequest(message, param=intake.refs[intake.documents[0].number].param)
+            raise InvalidRequest(message, param=intake.documents[0].ref.param)
         with request.timeline.measure("open"), _ending_with_client(receive, request):
             opened = await gather_or_cancel(
                 [self._open_document(intake.refs[sent.number], sent.options) for sent in intake.documents]

@@ -47,8 +47,7 @@ _ID_TYPES: Mapping[str, str | None] = {"pdf": PDF_TYPE, "text": TEXT_TYPE, "imag
 _PDF_MAGIC, _PDF_HEAD_BYTES = b"%PDF-", 1024
 #: Of DOCX, XLSX, PPTX and other archives, and of older Office files.
 _OFFICE_MAGIC = (b"PK\3\4", b"\xd0\xcf\x11\xe0")
-#: Of an option, to be sent to the store.
-_MAX_COUNT = 1 << 31
+_MAX_COUNT = 1 << 31  # of an option, to be sent to the store
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif", ".bmp")
 #: Between the name of a document and of its page in `MediaRef.param`, as in URLs (RFC 8118).
 PAGE_MARK = "#page="
@@ -83,14 +82,15 @@ _FORMS: Mapping[str, PartForm] = {
 
 
 class SentDocument(msgspec.Struct, frozen=True):
-    """A document that is to be opened: reference `number` of the body stands for its part. `heading` precedes the text
-    of its first page."""
+    """A document that is to be opened: reference `number` of the body, in its `prompt`, stands for its part. `heading`
+    precedes the text of its first page."""
 
     ref: MediaRef
     options: DocumentOptions
     form: PartForm
     heading: str = ""
     number: int = 0
+    prompt: int = 0
 
 
 #: Of a document, beside its data.
@@ -171,7 +171,6 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         return SentDocument(ref, options, form, heading), [(place.start, place.end, reference)]
 
     def _file(self, part: msgspec.Raw) -> _Sent:
-        """Raises EmptyMedia, InvalidRequest, and the exceptions in UNREADABLE."""
         is_inside = self.kind == "file"
         value, names = (decode_members(part)["file"], _FILE) if is_inside else (part, _INPUT_FILE)
         members = known_members(value, names, self.param)
@@ -181,7 +180,6 @@ class FilePlace(msgspec.Struct, frozen=True, gc=False):
         raise EmptyMedia(f"a file needs {' or '.join(name for name in _GIVEN if name in names)}", param=self.param)
 
     def _document(self, part: msgspec.Raw) -> _Sent:
-        """Raises InvalidRequest, and the exceptions in UNREADABLE."""
         outer = self.param.removesuffix(".source")
         block = known_members(part, _BLOCK, outer)
         source = known_members(block["source"], _SOURCE, self.param)
@@ -265,7 +263,6 @@ def _path(param: str) -> tuple[str, ...]:
 
 
 def _text_edits(part: Located, text: Located, form: PartForm, heading: str) -> list[Edit]:
-    """Return the edits that leave of a part a heading and its text, or its blocks, whose bytes stay."""
     headings = form.texts(heading)
     if text.raw[0] == QUOTE:
         before, after = form.text.split(b"%b")

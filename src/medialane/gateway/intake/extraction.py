@@ -73,8 +73,8 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     are vLLM's fields. `has_id` is whether the client names the request by vLLM's `request_id`.
     `parse_error` is why the body could not be parsed for media, None if it was.
 
-    `documents` are references whose pages are not in the body yet (`with_pages`); if there are any, `prompts` has the
-    number of the prompt of each reference. `upload` is of a form whose file is to be kept.
+    `documents` are references whose pages are not in the body yet (`with_pages`). `upload` is of a form whose file is
+    to be kept.
     """
 
     refs: tuple[MediaRef, ...] = ()
@@ -88,7 +88,6 @@ class ExtractedMedia(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     has_id: bool = False
     documents: tuple[SentDocument, ...] = ()
-    prompts: tuple[int, ...] = ()
     upload: Upload | None = None
 
     def __repr__(self) -> str:
@@ -167,16 +166,14 @@ def extract(
         cache_salt=cache_salt,
         has_id=parsed.request_id not in (ABSENT, NULL),
         documents=tuple(items.documents),
-        prompts=tuple(items.prompts) if items.documents else (),
     )
 
 
 class _Items:
-    """The items of a body, in order, with the prompt of each; its documents; and the edits that replace them."""
+    """The items of a body, in order; its documents; and the edits that replace them."""
 
     def __init__(self) -> None:
         self.refs: list[MediaRef] = []
-        self.prompts: list[int] = []
         self.documents: list[SentDocument] = []
         self.edits: list[Edit] = []
 
@@ -196,11 +193,10 @@ class _Items:
             raise InvalidRequest(f"this cannot be read: {error}", param=place.param) from error
         self.edits += made
         if isinstance(found, SentDocument):
-            self.documents.append(replace(found, number=len(self.refs)))
+            self.documents.append(replace(found, number=len(self.refs), prompt=prompt))
             found = found.ref
         if found is not None:
             self.refs.append(found)
-            self.prompts.append(prompt)
 
 
 def with_pages(
@@ -240,25 +236,25 @@ def with_pages(
     body = re.sub(pattern, lambda match: stand_ins[int(match[1])], found.body)
     if len(body) > limits.max_text_bytes:
         message = f"the request body has {len(body)} bytes with the texts of its documents, more than"
-        param = found.refs[found.documents[0].number].param
-        raise BodyTooLarge(f'{message} {limits.max_text_bytes}: ask for fewer pages, or without "text"', param=param)
-    return replace(found, refs=tuple(refs), body=body, documents=(), prompts=())
+        hint = 'ask for fewer pages, or without "text"'
+        raise BodyTooLarge(f"{message} {limits.max_text_bytes}: {hint}", param=found.documents[0].ref.param)
+    return replace(found, refs=tuple(refs), body=body, documents=())
 
 
 def _check_num_pages(found: ExtractedMedia, opened: Sequence[OpenedDocument], config: MediaConfig) -> None:
     """Raise TooManyMediaItems if a prompt has too many pages of documents, or the request too many items."""
     of_prompt, num_items = Counter[int](), len(found.refs) - len(opened)
     for sent, document in zip(found.documents, opened, strict=True):
-        prompt, param = found.prompts[sent.number], found.refs[sent.number].param
-        of_prompt[prompt] += len(document.pages)
+        of_prompt[sent.prompt] += len(document.pages)
         num_items += len(document.pages)
-        if of_prompt[prompt] > config.max_document_pages:
-            message = f"the documents have {of_prompt[prompt]} pages, more than {config.max_document_pages}"
-            raise TooManyMediaItems(f"{message}: ask for fewer of their `pages`", param=param)
-    if num_items > config.max_batch_items:
-        message = f"with all pages of documents the request has {num_items} media items"
-        message = f"{message}, more than {config.max_batch_items}: ask for fewer of their `pages`"
-        raise TooManyMediaItems(message, param=param)
+        if of_prompt[sent.prompt] > config.max_document_pages:
+            message = f"the documents have {of_prompt[sent.prompt]} pages, more than {config.max_document_pages}"
+        elif num_items > config.max_batch_items:
+            message = f"with pages of documents the request has {num_items} media items, more than"
+            message = f"{message} {config.max_batch_items}"
+        else:
+            continue
+        raise TooManyMediaItems(f"{message}: ask for fewer of their `pages`", param=sent.ref.param)
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:

@@ -7,10 +7,12 @@ import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from medialane.arena import ENTRY_HEADER_BYTES, describe, layout
@@ -44,10 +46,17 @@ from medialane.store.messages import (
     SendData,
     StoreCall,
 )
-from medialane.types.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
+from medialane.types.errors import (
+    InvalidRequest,
+    MediaLost,
+    MediaTooLarge,
+    ProtocolViolation,
+    StoreUnavailable,
+    Unavailable,
+)
 from medialane.types.feature import Feature, Hold, StagedItem
 from medialane.types.hashing import content_hash, feature_key, merged_options, tensors_key
-from medialane.types.media import DocumentOptions, MediaRef, MediaSize, OpenedDocument, naming
+from medialane.types.media import MAX_DOCUMENTS_BYTES, DocumentOptions, MediaRef, MediaSize, OpenedDocument, naming
 from medialane.types.stats import PoolStats
 from medialane.types.tensor import ArenaRange, TensorSpec
 
@@ -116,10 +125,14 @@ class StoreItems:
         self._digest = processor_digest
         self._fairness = fairness
         self._holds: HoldCache[_Key, ItemFound] = HoldCache(link, retention_s=retention_s)
+        #: Documents that came with requests, by content, salt and options.
+        self._documents: LRUCache[object, OpenedDocument] = LRUCache(
+            MAX_DOCUMENTS_BYTES, getsizeof=attrgetter("nbytes")
+        )
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
         """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
-        if not ref.is_alias or ref.page is not None:
+        if not ref.is_alias:
             return ref
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
         return cast("AliasResolved", reply).ref
@@ -191,13 +204,14 @@ class StoreItems:
 
     async def open_document(self, ref: MediaRef, options: DocumentOptions) -> OpenedDocument:
         """Return a document with the pages that are wanted: the reference to each is `ref` with the document's content
-        hash and the page's `io`. Nothing is rendered.
-
-        Raises InvalidDocument, TooManyPages, MediaTooLarge, InvalidRequest for options that make no sense, and what
-        finding its bytes raises.
-        """
+        hash and the page's `io`. Nothing is rendered. The store is asked once for bytes that a client sends with each
+        turn of a chat; always for a URL, whose content may have changed. Raises as `media.open_document`, and what
+        finding the bytes raises."""
         timeline = RequestTimeline()
-        asked, num_bytes = await self._hashed(await self.resolve(ref), timeline)
+        asked, num_bytes = await self._hashed(ref, timeline)
+        key = asked.content, asked.salt, options
+        if asked.content is not None and (known := self._documents.get(key)) is not None:
+            return known
 
         def ask(call_id: int) -> OpenDocument:
             return OpenDocument(call_id, asked, options, num_bytes, request_id=request_id.get())
@@ -207,7 +221,11 @@ class StoreItems:
                 raise ProtocolViolation(f"unexpected {type(question).__name__}")
             await self._write(ref.data or b"", timeline, question.range)
 
-        return cast("DocumentOpened", await self._link.call(ask, answer)).document
+        opened = cast("DocumentOpened", await self._link.call(ask, answer)).document
+        if asked.content is not None:
+            with suppress(ValueError):  # too large to be kept
+                self._documents[key] = opened
+        return opened
 
     async def described(
         self, ref: MediaRef, options: bytes, timeline: RequestTimeline, budget: ImageBudget
@@ -411,6 +429,9 @@ class StoreItems:
         except MustWait:
             await budget.wait()
             return await self._link.call(call, answer)
+        except Unavailable:
+            self._documents.clear()  # a store of another release renders other pixels: they are opened anew
+            raise
 
     def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
         """Raise MediaTooLarge if an image's size implies that it can never be stored once it is prepared."""

@@ -26,7 +26,7 @@ from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.kv_transfer import FOR_CONNECTOR, apply_transfer
 from medialane.vllm_bridge.engine.unexpanded_prompt import UnexpandedRenderer
 from medialane.vllm_bridge.items.arena_tensors import ArenaItem
-from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
+from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.prepared_input import decoder_input, to_vllm_range
 from medialane.vllm_bridge.learned.model_profile import ModelProfile
@@ -172,11 +172,9 @@ class RequestReader:
     ) -> Any:
         if self._checker is None:
             raise PromptRejected("this model does not support media")
-        parts = list(zip(prompt.features, tensors, is_loaded, strict=True))
-        # The header also specifies the tensors that are not sent: what is checked is the same.
-        checked = [decode_item_without_tensors(f.header) if on else self._item(f, datas) for f, datas, on in parts]
-        self._checker.check(prompt, checked)
-        items = [decode_small_fields(f.header) if on else item for (f, _, on), item in zip(parts, checked, strict=True)]
+        parts = zip(prompt.features, tensors, is_loaded, strict=True)
+        items = [ArenaItem(f.header) if on else self._item(f, datas) for f, datas, on in parts]
+        self._checker.check(prompt, items)
         kwargs: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         ranges: dict[str, list[Any]] = {}
@@ -217,7 +215,7 @@ class RequestReader:
 
 
 def has_arena_items(engine_input: Mapping[str, Any]) -> bool:
-    """Return whether EngineCore will read tensors of this input from an arena."""
+    """Return whether EngineCore will read tensors or embeddings of this input from an arena."""
     kwargs: Mapping[str, Sequence[Any]] = decoder_input(engine_input).get("mm_kwargs") or {}
     return any(isinstance(item, ArenaItem) for items in kwargs.values() for item in items)
 

@@ -49,7 +49,7 @@ from medialane.arena import ArenaView
 from medialane.types.errors import HandoverFailed
 from medialane.types.setting import format_bytes
 from medialane.types.tensor import TensorDescriptor, TensorDescriptors
-from medialane.vllm_bridge.items.features import check_tensors, decode_item
+from medialane.vllm_bridge.items.features import check_tensors, decode_item, decode_small_fields
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder, ItemEncoder
 
 logger = logging.getLogger(__name__)
@@ -132,13 +132,18 @@ MAX_REFUSED = 4096
 
 
 class WireItem(msgspec.Struct, frozen=True, array_like=True):
-    """An item as sent to EngineCore: its header (`features`) and the tensors that it names, in its order."""
+    """An item as sent to EngineCore: its header (`features`) and the tensors that it names, in its order; none for an
+    item whose embedding is loaded."""
 
     header: bytes
     tensors: TensorDescriptors
 
 
 _DECODER = msgspec.msgpack.Decoder(WireItem)
+
+
+def _decoded(item: WireItem, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
+    return decode_item(item.header, datas) if item.tensors else decode_small_fields(item.header)
 
 
 class ArenaResolver:
@@ -183,7 +188,7 @@ class ArenaResolver:
         """Return the item over views of the arenas; None if it cannot be read. Never raises."""
         try:
             item = _DECODER.decode(wire)
-            return decode_item(item.header, [self._views[t.range.arena].tensor(t) for t in item.tensors])
+            return _decoded(item, [self._views[t.range.arena].tensor(t) for t in item.tensors])
         except Exception:  # see the theory of operation: no exception may reach vLLM's thread
             logger.exception("an item cannot be read from its arena; its request is rejected")
             return None
@@ -245,22 +250,25 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class ArenaItem(MultiModalKwargsItem):  # type: ignore[misc]  # vllm is not typed
-    """An item sent to EngineCore as the locations of its tensors. Decoded in this process only if its fields are
-    accessed, which does not happen on the request path.
+    """An item sent to EngineCore as its header and the locations of its tensors. Decoded in this process only if its
+    fields are accessed, which for an item with tensors does not happen on the request path.
 
     `tensors` and their bytes are the ones that the header names, in its order; raises InvalidFeature if they do not
-    match.
+    match. Without any, it has only its small fields, for an engine that loads its embedding.
     """
 
-    def __init__(self, header: bytes, tensors: Sequence[TensorDescriptor], datas: Sequence[memoryview]) -> None:
+    def __init__(
+        self, header: bytes, tensors: Sequence[TensorDescriptor] = (), datas: Sequence[memoryview] = ()
+    ) -> None:
         # vLLM's own __init__ would fill `data`, which is lazy here.
-        check_tensors(header, datas)
+        if tensors:
+            check_tensors(header, datas)
         self.wire = WireItem(header, tuple(tensors))
         self._datas = datas
 
     @cached_property
     def data(self) -> dict[str, MultiModalFieldElem]:
-        return decode_item(self.wire.header, self._datas).data
+        return _decoded(self.wire, self._datas).data
 
     def __copy__(self) -> MultiModalKwargsItem:
         # UserDict's own accesses `__dict__["data"]`, which does not exist before first use.

@@ -86,7 +86,8 @@ class FeatureChecker:
 
     def check(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> None:
         """Raise InvalidFeature unless `items`, the prompt's decoded features in order, are consistent and match the
-        prompt. Raises PromptRejected if there are more of them than the operator allows."""
+        prompt; an item whose embedding is loaded has its small fields only. Raises PromptRejected if there are more of
+        them than the operator allows."""
         features = prompt.features
         places = [placeholder_of(f) for f in features]
         check_ranges(len(prompt.expanded_token_ids), places)
