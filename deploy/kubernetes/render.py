@@ -87,7 +87,8 @@ _SETTINGS = "EnvironmentFile=/etc/medialane/medialane.env\nLoadCredential=rpc-se
 #: Of processes that need no GPU.
 _NO_DEVICES = """\
 PrivateDevices=yes
-SystemCallFilter=@system-service
+# And Landlock for preparers, which no group of systemd 252 has.
+SystemCallFilter=@system-service landlock_create_ruleset landlock_add_rule landlock_restrict_self
 SystemCallErrorNumber=EPERM
 """
 _ONLINE = "Wants=network-online.target\n"
