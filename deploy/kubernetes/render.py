@@ -179,7 +179,7 @@ def command(args: Sequence[str], more: Sequence[str]) -> Iterator[str]:
         for pattern, replacement in _ON_A_HOST:
             arg = re.sub(pattern, lambda _, text=replacement: text, arg)  # type: ignore[misc]
         yield arg
-    yield from (*more, "--", "$VLLM_FLAGS")
+    yield from (*more, "--", "$MODEL_FLAGS")
 
 
 def unit(name: str) -> str:
