@@ -3,7 +3,8 @@
 #
 # For each release of Debian in ARGS: without python3-venv (make must name the package), then with it, with pip set up as on
 # this machine without its extra indexes, with them and one more that has soundfile's pure wheel only, and `bare`: as the first,
-# for a user whose home does not exist, with 2 GB of /tmp and, for the demo, a proxy that does not answer. Indexes that are
+# for a user whose home does not exist, with 2 GB of /tmp and, for the demo, a proxy that does not answer. Last our wheel alone,
+# by pip (tests/wheel_alone.sh), for a user whose ~/.cache cannot be written. Indexes that are
 # folders, certificates and proxies of this machine are used, its caches are not. Takes some minutes, 5 GB below TMPDIR, the
 # network, and root, for chroot. Output of the runs: build/fresh/. The clone is of HEAD.
 set -euo pipefail
@@ -50,6 +51,13 @@ on_machine() {
 }
 
 failed=0
+# A command of the machine, and what is to be said if it passes: ROOT LOG WHAT PASSED COMMAND
+attempt() {
+  SECONDS=0
+  if on_machine "$1" "$5" > "$2" 2>&1; then verdict "$3" "$4" "$2"
+  elif grep -q "No matching distribution found for torch==" "$2"; then verdict "$3" "not tried: no index here has torch for this Python, and make says so" "$2"
+  else verdict "$3" "failed: see $2" "$2"; fi
+}
 verdict() { # WHAT RESULT LOG
   echo "medialane: $1: $2 (${SECONDS} s)"
   [ "${2%%:*}" != failed ] || { failed=1; tail -n 20 "$3" | sed 's/^/    /'; }
@@ -89,7 +97,6 @@ for suite in $suites; do
 
   for index in $indexes; do
     configure "$root" "${index/bare/default}" "$work/pure/simple"
-    SECONDS=0
     log=$out/$suite-$index.log
     what="Debian $suite, $(chroot "$root" python3 -V), $index index"
     demo="make demo EXTRA=cpu"
@@ -97,11 +104,14 @@ for suite in $suites; do
       what="${what%, bare index}: no home, 2 GB of /tmp, a dead proxy"
       demo="make venv EXTRA=cpu && export {http,https,HTTP,HTTPS}_{proxy,PROXY}=http://127.0.0.1:9 && $demo"
     }
-    if BARE=$([ "$index" != bare ] || echo 1) on_machine "$root" "$demo && .venv/bin/python -c \"import soundfile\"" > "$log" 2>&1; then verdict "$what" "make demo passed" "$log"
-    elif grep -q "No matching distribution found for torch==" "$log"; then verdict "$what" "not tried: no index here has torch for this Python, and make says so" "$log"
-    else verdict "$what" "failed: see $log" "$log"; fi
+    BARE=$([ "$index" != bare ] || echo 1) attempt "$root" "$log" "$what" "make demo passed" "$demo && .venv/bin/python -c \"import soundfile\""
     on_machine "$root" "[ ! -e .venv/bin/medialane ] || .venv/bin/medialane doctor" >> "$log" 2>&1 || true
     on_machine "$root" "rm -rf .venv ~/.cache"
   done
+
+  chroot "$root" apt-get -qq update
+  DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get -qq install --no-install-recommends libnuma1 >> "$out/apt.log" 2>&1
+  mkdir -m 555 "$root/home/user/.cache"
+  attempt "$root" "$out/$suite-wheel.log" "Debian $suite: the wheel alone, ~/.cache not writable" "serve answered" tests/wheel_alone.sh
 done
 exit $failed

@@ -87,7 +87,8 @@ _SETTINGS = "EnvironmentFile=/etc/medialane/medialane.env\nLoadCredential=rpc-se
 #: Of processes that need no GPU.
 _NO_DEVICES = """\
 PrivateDevices=yes
-SystemCallFilter=@system-service
+# And Landlock for preparers, which no group of systemd 252 has.
+SystemCallFilter=@system-service landlock_create_ruleset landlock_add_rule landlock_restrict_self
 SystemCallErrorNumber=EPERM
 """
 _ONLINE = "Wants=network-online.target\n"
@@ -178,7 +179,7 @@ def command(args: Sequence[str], more: Sequence[str]) -> Iterator[str]:
         for pattern, replacement in _ON_A_HOST:
             arg = re.sub(pattern, lambda _, text=replacement: text, arg)  # type: ignore[misc]
         yield arg
-    yield from (*more, "--", "$VLLM_FLAGS")
+    yield from (*more, "--", "$MODEL_FLAGS")
 
 
 def unit(name: str) -> str:

@@ -184,6 +184,11 @@ def notes(*values):
     return done.stdout.partition("NOTES:")[2]
 
 
+def test_service_with_our_name_sets_no_variables_of_pods(objects):
+    """MEDIALANE_PORT=tcp://... would be read as a setting, and the others are none."""
+    assert all(pod["spec"]["enableServiceLinks"] is False for pod in pods(objects).values())
+
+
 def test_notes_say_which_keys_are_missing():
     api, admin = "gateway.apiKeysSecret=keys", "gateway.adminKeySecret=admin"
     assert "WARNING: NO API KEY IS SET (gateway.apiKeysSecret, gateway.createApiKey)" in notes()
@@ -263,7 +268,10 @@ def test_chart_makes_an_api_key_on_request():
     (secret,) = [each for name, each in of_kind(objects, "Secret").items() if name.endswith("api-keys")]
     assert len(secret["stringData"]["api-keys"]) == 48
     env = {each["name"]: each for each in containers(objects)["gateway", "gateway"]["env"]}
-    assert env["MEDIALANE_API_KEYS"]["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
+    reference = {"secretKeyRef": {"name": secret["metadata"]["name"], "key": "api-keys"}}
+    assert env["MEDIALANE_API_KEYS"]["valueFrom"] == reference
+    (pod,) = of_kind(objects, "Pod").values()
+    assert pod["spec"]["containers"][0]["env"] == [{"name": "MEDIALANE_API_KEYS", "valueFrom": reference}], "helm test"
 
 
 @pytest.mark.parametrize(
@@ -543,7 +551,7 @@ def test_commands_of_the_units_are_ours(path, gpu, port, tmp_path):
     assert words[0].endswith("/medialane")
     args, config = parse(words[1:], tmp_path)
     assert args.model == variables["MODEL"]
-    assert args.vllm_args == variables["VLLM_FLAGS"].split()
+    assert args.vllm_args == variables["MODEL_FLAGS"].split()
     if path.name.startswith("medialane-worker"):
         assert (config.worker.join, config.worker.metrics_port) == (variables["GATEWAYS"], port)
     if path.name == "medialane-gateway.service":
@@ -561,7 +569,7 @@ def test_unit_of_one_host_serves_a_model_of_its_file_for_whoever_has_a_key(tmp_p
     assert config.gateway.require_api_key
     group = model_groups.group_of(table, ())
     assert group.model == environment()["MODEL"]
-    assert list(group.vllm_args)[:2] == environment()["VLLM_FLAGS"].split()
+    assert list(group.vllm_args)[:2] == environment()["MODEL_FLAGS"].split()
     assert int(service["TimeoutStopSec"]) >= 3 * config.stop.drain_timeout_s + 60
     assert service["LogsDirectory"] == Path(config.cluster.log_dir).name
 
@@ -584,6 +592,14 @@ def test_units_expose_little(name, most, tmp_path):
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout.splitlines()[-1]
+
+
+def test_preparers_of_units_with_a_system_call_filter_may_use_landlock():
+    """Some releases of systemd have no group with these calls."""
+    filters = [words.split() for path in UNITS if (words := unit(path)["Service"].get("SystemCallFilter"))]
+    assert filters
+    for words in filters:
+        assert {"landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"} <= set(words)
 
 
 def test_units_share_a_store_that_outlives_a_worker():

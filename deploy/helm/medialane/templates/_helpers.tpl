@@ -176,6 +176,8 @@ annotations: {{- toYaml . | nindent 2 }}
 # The store frees what a process holds when that process has exited: it must see the others' process ids.
 shareProcessNamespace: true
 automountServiceAccountToken: false
+# Of a Service `medialane` the variables are MEDIALANE_PORT=tcp://... and others, which are no settings.
+enableServiceLinks: false
 securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 terminationGracePeriodSeconds: {{ .grace }}
 {{- with .root.Values.image.pullSecrets }}
