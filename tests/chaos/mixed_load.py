@@ -293,7 +293,7 @@ class MixedLoad:
         except (aiohttp.ClientError, BrokenOff, TimeoutError) as error:
             self._note_lost(question.right, error, started)
             return None
-        if found.status == 200 and not (found.events and "error" in found.events[-1]):
+        if found.status == 200 and not any("error" in event for event in found.events):
             return found
         code = found.error["code"]
         self.counts[code] += 1

@@ -107,8 +107,8 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error in OpenAI's format, of a response or at the end of a stream."""
-        found = self.events[-1] if self.events else self.json
+        """The error in OpenAI's format, of a response or at the end of a stream, where only a report may follow."""
+        found = next((event for event in self.events[-2:] if "error" in event), self.json)
         assert set(found["error"]) >= {"message", "type", "param", "code"}, found
         return found["error"]
 
