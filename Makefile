@@ -90,7 +90,7 @@ forking := tests/unit/prepare
 with_torch := tests/unit/vllm_bridge tests/unit/client
 test: quickly := and not whole and (not vllm or thread)
 test test-all:
-	@$(call pytest,tests/unit tests/integration tests/test_conftest.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
+	@$(call pytest,tests/unit tests/integration tests/test_conftest.py tests/test_patterns.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
 	@$(call pytest,$(forking) -n 2)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
 	@$(call pytest,tests/e2e -n 2 --dist loadgroup)

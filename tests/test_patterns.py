@@ -20,6 +20,8 @@ SRC = Path(__file__).parents[1] / "src"
 WHOLE, ANYWHERE = {"match", "fullmatch"}, {"search", "sub", "subn", "findall", "finditer", "split"}
 #: Patterns that functions put together, as in the source: an example of what is made.
 MADE = {
+    "pattern": rb'"medialane:0123456789abcdef/(\d+)"',
+    "_longest_of(token.content for token in early)": r"<(?:\|im_(?:start|end)\|>|/s>|s>)",
     'rb"%b(\\d+)" % re.escape(self._request.references.prefix.encode())': rb"medialane:0123456789abcdef/(\d+)",
     "self._fragments()": rb"medialane:[0-9a-f/]*",
     'rb"(?:data:[\\w/.+-]*;base64,)?%b(\\d+)" % re.escape(self.prefix.encode())': (

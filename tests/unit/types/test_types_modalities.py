@@ -53,6 +53,7 @@ ABOUT_ONE_MODALITY = {
     "gateway/intake/extraction.py": "uploads of speech",
     "gateway/intake/places.py": "vLLM's list of JPEG frames",
     "gateway/intake/sent_features.py": "what one family calls an image",
+    "gateway/request/assembly.py": "the predicted tokens of images",
     "gateway/request/media.py": "the budget of images; whether their pixels are converted",
     "gateway/request/store_items.py": "the budget of images",
     "media/container.py": "what video and audio files have in common",
