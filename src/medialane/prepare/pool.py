@@ -141,30 +141,22 @@ class PreparerPool:
         return cast("Pin[Feature]", prepared)
 
     async def probe_item(self, encoded: Pin[EncodedMedia]) -> None:
-        """Raise what decoding this item would raise for the file's header (`media.probe`).
-
-        Ownership, cancellation and other errors are as for `prepare_item`.
-        """
+        """Raise what decoding this item would raise for the file's header (`media.probe`), and what `prepare_item`
+        does: this and the following methods also have its ownership and cancellation."""
         await self._open(encoded, OpenItem(0, encoded.value))
 
     async def measure(self, encoded: Pin[EncodedMedia], io: bytes = b"{}") -> MediaSize:
-        """Return the size that this item will have once it is decoded with `io` (`media.measure`).
-
-        Ownership, cancellation and other errors are as for `prepare_item`.
-        """
+        """Return the size that this item will have once it is decoded with `io` (`media.measure`)."""
         return cast("MediaSize", (await self._open(encoded, OpenItem(0, encoded.value, io=io))).size)
 
     async def open_document(self, encoded: Pin[EncodedMedia], options: DocumentOptions) -> OpenedDocument:
-        """Return a document with the pages that are wanted (`media.open_document`). The rest as for `prepare_item`."""
-        wanted = OpenItem(0, encoded.value, pages=options)
-        return cast("OpenedDocument", (await self._open(encoded, wanted)).document)
+        """Return a document with the pages that are wanted (`media.open_document`)."""
+        opened = await self._open(encoded, OpenItem(0, encoded.value, pages=options))
+        return cast("OpenedDocument", opened.document)
 
     async def describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
         """Return what items of this size (as decoded) have in common that are processed with these options; None if
-        their headers also depend on their content.
-
-        Cancellation and errors are as for `prepare_item`.
-        """
+        their headers also depend on their content."""
         described = await self._submit(
             Job(
                 lambda job_id: DescribeBlank(job_id, modality, size, options),

@@ -210,7 +210,7 @@ class StoreItems:
         timeline = RequestTimeline()
         asked, num_bytes = await self._hashed(ref, timeline)
         key = asked.content, asked.salt, options
-        if asked.content is not None and (known := self._documents.get(key)) is not None:
+        if (known := self._documents.get(key)) is not None:
             return known
 
         def ask(call_id: int) -> OpenDocument:
@@ -222,7 +222,7 @@ class StoreItems:
             await self._write(ref.data or b"", timeline, question.range)
 
         opened = cast("DocumentOpened", await self._link.call(ask, answer)).document
-        if asked.content is not None:
+        if asked.content is not None:  # the content of a URL may change
             with suppress(ValueError):  # too large to be kept
                 self._documents[key] = opened
         return opened
