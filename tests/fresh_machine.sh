@@ -55,7 +55,7 @@ failed=0
 attempt() {
   SECONDS=0
   if on_machine "$1" "$5" > "$2" 2>&1; then verdict "$3" "$4" "$2"
-  elif grep -q "No matching distribution found for torch==" "$2"; then verdict "$3" "not tried: no index here has torch for this Python, and make says so" "$2"
+  elif grep -Eq "No matching distribution found for torch==|depends on torch==[0-9.]+\+cpu" "$2"; then verdict "$3" "not tried: no index here has torch for this Python, as make or pip says" "$2"
   else verdict "$3" "failed: see $2" "$2"; fi
 }
 verdict() { # WHAT RESULT LOG

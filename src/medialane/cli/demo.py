@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from rich.table import Table
 
@@ -164,6 +164,7 @@ async def _plain(model: str) -> AsyncIterator[ServerProcess]:
     environ = foreign_environ(process_environ()) | vllm_defaults(
         model, TINY_MODEL_FLAGS, on_gpu=bool(find_hardware(process_environ()).gpus), num_workers=1
     )
+    environ |= dict.fromkeys(("no_proxy", "NO_PROXY"), "127.0.0.1")  # vLLM fetches the image by a proxy, too
     with tempfile.TemporaryDirectory(prefix="medialane-demo-") as folder:
         async with plain_vllm(model, TINY_MODEL_FLAGS, environ=environ, log=Path(folder) / "vllm.log") as server:
             yield server
@@ -171,7 +172,8 @@ async def _plain(model: str) -> AsyncIterator[ServerProcess]:
 
 async def _ask_all(base_url: str, model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
     key = process_environ().get("VLLM_API_KEY") or "none"  # both servers have it
-    async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=120) as client:
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # a proxy of the environment may not reach loopback
+    async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=120, http_client=direct) as client:
         return [await _ask(client, model, question) for question in questions]
 
 

@@ -78,6 +78,14 @@ def compared(done, *, keep=False, token_ids=(1, 2)):
     return demo.compared(IMAGES, lambda: Path(MODEL), plain=plain, ours=ours, keep=keep)
 
 
+async def test_demo_asks_its_servers_past_a_proxy_of_the_environment(done, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert await compared(done) == 0
+
+
 PLAIN = ["plain vLLM starts", "plain vLLM has answered", "plain vLLM stops"]
 
 
