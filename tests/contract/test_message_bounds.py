@@ -144,6 +144,7 @@ EXPLAINED = {
     "Nested.items": HEADER,
     "EmbeddingPlan.loads": ITEMS,
     "EmbeddingPlan.fills": ITEMS,
+    "EmbeddingPlan.absent": ITEMS,
     "PublishedBatch.events": BLOCKS,
     "BlockStored.block_hashes": BLOCKS,
     "BlockStored.token_ids": BLOCKS,
