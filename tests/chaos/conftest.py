@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chaotic_serve import spawn
+from medialane_process import MedialaneProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,3 +44,24 @@ def runtime_directory() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ml-chaos-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def serving(
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    shared_memory: Path,
+    runtime_directory: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[MedialaneProcess]:
+    """`medialane serve` with the module's ENGINE_KIND and FLAGS."""
+    process = spawn(
+        tiny_model,
+        engine=request.module.ENGINE_KIND,
+        flags=request.module.FLAGS,
+        shared_memory=shared_memory,
+        runtime_directory=runtime_directory,
+        log=tmp_path_factory.mktemp("chaos") / "serve.log",
+    )
+    yield process
+    process.stop()

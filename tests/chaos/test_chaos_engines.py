@@ -1,11 +1,8 @@
 """What has an engine of its own, or a whole model: a scenario over two workers with real vLLM."""
 
-from collections.abc import Iterator
-
 import pytest
-from chaotic_serve import ready, spawn, stop_leaves_nothing, survives
+from chaotic_serve import ready, stop_leaves_nothing, survives
 from injections import Chaos
-from medialane_process import MedialaneProcess
 from scenario import CUTS, ENGINE, KILLS, OTHERS, STOPS, Scenario
 
 pytestmark = [pytest.mark.vllm, pytest.mark.whole]
@@ -16,20 +13,7 @@ SECONDS = 45.0
 ACTIONS = (*ENGINE, *KILLS, *STOPS, *CUTS, *OTHERS)
 #: Two workers may be away at once, and start after each other.
 ENDED_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory) -> Iterator[MedialaneProcess]:
-    process = spawn(
-        tiny_model,
-        engine="vllm",
-        flags=("--workers", "2", "--preparers", "1"),
-        shared_memory=shared_memory,
-        runtime_directory=runtime_directory,
-        log=tmp_path_factory.mktemp("chaos") / "serve.log",
-    )
-    yield process
-    process.stop()
+ENGINE_KIND, FLAGS = "vllm", ("--workers", "2", "--preparers", "1")
 
 
 @pytest.mark.timeout(0)

@@ -2,13 +2,12 @@
 costs time alone, and no KV block is kept for a reader that is gone."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
-from chaotic_serve import SERVER_FLAGS, ready, spawn, stop_leaves_nothing, survives
+from chaotic_serve import SERVER_FLAGS, ready, stop_leaves_nothing, survives
 from injections import Chaos
 from kept_blocks import LEASE_S, nothing_is_kept
-from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, MedialaneProcess
+from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE
 from openai_http import OpenAiHttp
 from scenario import SPLIT, Scenario
 
@@ -25,21 +24,8 @@ NUM_ANSWERS = 1000
 #: A worker that reads from one that hangs gives up after a minute; both may be away, and start after each other.
 ENDED_S = 240.0
 #: The shortest prompts are split, too.
+ENGINE_KIND = "vllm"
 FLAGS = ("--prefill", "1", "--decode", "1", "--prefill-at", "prefill", "--routing-split-tokens", "1")
-
-
-@pytest.fixture(scope="module")
-def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory) -> Iterator[MedialaneProcess]:
-    process = spawn(
-        tiny_model,
-        engine="vllm",
-        flags=FLAGS,
-        shared_memory=shared_memory,
-        runtime_directory=runtime_directory,
-        log=tmp_path_factory.mktemp("chaos") / "serve.log",
-    )
-    yield process
-    process.stop()
 
 
 @pytest.mark.timeout(0)

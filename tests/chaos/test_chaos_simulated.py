@@ -1,12 +1,9 @@
 """Everything that can be done to the processes of `serve`, at random times, with simulated workers: most of what may go
 wrong does not depend on an engine, and these start in milliseconds."""
 
-from collections.abc import Iterator
-
 import pytest
-from chaotic_serve import ready, spawn, stop_leaves_nothing, survives
+from chaotic_serve import ready, stop_leaves_nothing, survives
 from injections import Chaos
-from medialane_process import MedialaneProcess
 from scenario import CUTS, KILLS, MALFORMED, OTHERS, STOPS, Scenario
 
 pytestmark = [pytest.mark.vllm, pytest.mark.whole]
@@ -17,20 +14,7 @@ SECONDS = 45.0
 ACTIONS = (*KILLS, *STOPS, *CUTS, *MALFORMED, *OTHERS)
 #: Restarts included.
 ENDED_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory) -> Iterator[MedialaneProcess]:
-    process = spawn(
-        tiny_model,
-        engine="simulated",
-        flags=("--workers", "3", "--preparers", "2"),
-        shared_memory=shared_memory,
-        runtime_directory=runtime_directory,
-        log=tmp_path_factory.mktemp("chaos") / "serve.log",
-    )
-    yield process
-    process.stop()
+ENGINE_KIND, FLAGS = "simulated", ("--workers", "3", "--preparers", "2")
 
 
 @pytest.mark.timeout(0)

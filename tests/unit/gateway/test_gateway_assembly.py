@@ -71,6 +71,13 @@ async def test_prompt_is_short_if_its_images_take_few_tokens_however_many_pixels
     assert recorder.threads[-1] is threading.main_thread()
 
 
+async def test_prompt_with_hours_of_audio_is_expanded_in_the_thread(assembly, recorder):
+    recorder.go.set()
+    clip = Feature("audio", "ab" * 32, b"", (), MediaSize(num_samples=3600 * 16_000, sample_rate=16_000))
+    await assembly.assemble(prompt(), (clip,))
+    assert recorder.threads != [threading.main_thread()]
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_items", "side"),
     [(MAX_TOKENS_ON_LOOP + 1, 1, 9), (3, MAX_ITEMS_ON_LOOP + 1, 9), (3, 1, 4000), (MAX_TOKENS_ON_LOOP - 1000, 1, 1000)],

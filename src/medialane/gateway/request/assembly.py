@@ -29,8 +29,8 @@ MAX_TOKENS_ON_LOOP = 8192
 
 MAX_ITEMS_ON_LOOP = 16
 
-#: Of an item that is no image, or whose tokens cannot be predicted: the squares of many families.
-_PIXELS_PER_TOKEN = 28 * 28
+#: Of an item that is no image, or whose tokens cannot be predicted: the squares of many families, and Whisper's 20 ms.
+_PIXELS_PER_TOKEN, _SAMPLES_PER_TOKEN = 28 * 28, 320
 
 #: Cached predictions, in combinations of size and options. With longer options there is none: they are a client's.
 MAX_COSTS = 2048
@@ -88,7 +88,8 @@ class Assembly:
         cost = self._costs.get(((size.width, size.height), b"{}")) if feature.modality == "image" else None
         if cost is not None:
             return cost.num_tokens
-        return size.width * size.height * max(1, size.num_frames) // _PIXELS_PER_TOKEN
+        num_pixels = size.width * size.height * max(1, size.num_frames)
+        return num_pixels // _PIXELS_PER_TOKEN + size.num_samples // _SAMPLES_PER_TOKEN
 
     async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
         self._num_in_thread += 1

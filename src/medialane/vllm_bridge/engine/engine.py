@@ -580,7 +580,7 @@ class VllmEngine:
         if reads_arena and any(
             await self._ask("medialane_refused", request.request_id, timeout_s=self._release_timeout_s)
         ):
-            why = "the engine could not read the features from the arena"
+            why = "the engine could not read the items of the request"
             raise HandoverFailed(why) if first else WorkerLost(why)
         if first and request.kv_transfer is not None:  # if it is something else, it fails again
             raise HandoverFailed("the engine has failed a request with KV blocks of another one")

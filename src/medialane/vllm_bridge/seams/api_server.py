@@ -91,8 +91,8 @@ _PARAMETERS = ("request", "raw_request")
 
 
 def shorten_routes(app: FastAPI, paths: Collection[str]) -> None:
-    """Have the routes of these paths do what they need alone: FastAPI's parameters, contexts and kinds of bodies take a
-    tenth of the time of a request for text. Whatever is not valid goes the whole way, for its error."""
+    """Have the routes of these paths skip FastAPI's parameters, contexts and kinds of bodies, which cost each request
+    CPU time and of which they use none. A body that is not valid takes FastAPI's own way, for its error."""
     for route in (route for route in app.routes if isinstance(route, APIRoute) and route.path in paths):
         of, checks = route.dependant, [each.call for each in route.dependant.dependencies]
         is_plain = not (of.path_params or of.query_params or of.header_params or of.cookie_params)
